@@ -131,13 +131,14 @@ def whole_audit(parts: Json) -> Json:
         "base_control_auc",
         "base_control_auc_interval",
     )
-    whole: Json = {"schema_version": 4, "repeated": {}, "published": True, "sampling": None, **parts}
+    complete: Json = {"schema_version": 4, "repeated": {}, "published": True, "sampling": None, **parts}
     limits = Claim(**parts["claim"]).limits(1, None) if parts["claim"] else None
-    whole["attacks"] = {
-        name: {"limits": limits, **dict.fromkeys(rates), **one} for name, one in parts["attacks"].items()
+    complete["attacks"] = {
+        name: {"limits": limits, **dict.fromkeys(rates), **attack} for name, attack in parts["attacks"].items()
     }
-    whole["exposure"] = {
-        group: {"held_out_mean": 1.44, "largest_possible": 9.97, **seen} for group, seen in parts["exposure"].items()
+    complete["exposure"] = {
+        group: {"held_out_mean": 1.44, "largest_possible": 9.97, **exposed}
+        for group, exposed in parts["exposure"].items()
     }
     bound = {
         "falling": [10, 20, 50, 100, 200],
@@ -147,15 +148,15 @@ def whole_audit(parts: Json) -> Json:
         "correct": 34,
         "weight": 170,
     }
-    whole["epsilon_lower_bound"] = {**bound, "num_canaries": 200, "slope": 0.5, **parts["epsilon_lower_bound"]}
-    whole["controls"] = {"twin": None, "level": 0.001, **parts["controls"]}
-    whole["canaries"] = {
+    complete["epsilon_lower_bound"] = {**bound, "num_canaries": 200, "slope": 0.5, **parts["epsilon_lower_bound"]}
+    complete["controls"] = {"twin": None, "level": 0.001, **parts["controls"]}
+    complete["canaries"] = {
         "kind": "digits",
         "settings": {"digits": 8, "groups": {"1": 200, "16": 20}, "references": 1000},
         "log2_secrets": 26.6,
         **parts["canaries"],
     }
-    return whole
+    return complete
 
 
 def audit(**changes: Any) -> Json:
@@ -169,9 +170,9 @@ def audit(**changes: Any) -> Json:
         "positives": 99,
         "negatives": 101,
     }
-    seen = {"mean": 1.61, "null_mean": 1.44, "p_value": 0.21, "maximum": 6.9, "base_mean": 1.41, "inserted": 99}
-    got = {"inserted": 99, "tuned": 0, "base": 0, "held_out": 101, "held_out_tuned": 0}
-    found = {
+    exposure = {"mean": 1.61, "null_mean": 1.44, "p_value": 0.21, "maximum": 6.9, "base_mean": 1.41, "inserted": 99}
+    extraction = {"inserted": 99, "tuned": 0, "base": 0, "held_out": 101, "held_out_tuned": 0}
+    parts = {
         "claim": {"epsilon": EPSILON, "delta": 1e-05, "unit": "patient_id"},
         "settings": SETTINGS,
         "canaries": {
@@ -180,8 +181,8 @@ def audit(**changes: Any) -> Json:
             "commitment": "c0" * 32,
         },
         "attacks": {"ratio": attack, "loss": {**attack, "auc": 0.52}},
-        "exposure": {"16": {**seen, "mean": 2.9, "p_value": 0.00002, "inserted": 9}, "1": seen},
-        "extraction": {"16": {**got, "inserted": 9, "held_out": 11, "tuned": 1}, "1": got},
+        "exposure": {"16": {**exposure, "mean": 2.9, "p_value": 0.00002, "inserted": 9}, "1": exposure},
+        "extraction": {"16": {**extraction, "inserted": 9, "held_out": 11, "tuned": 1}, "1": extraction},
         "epsilon_lower_bound": {"value": 0.12, "alpha": 0.05, "delta": 1e-05, "method": "one-run", "ceiling": 2.756},
         "controls": {
             "base_separates": False,
@@ -193,7 +194,7 @@ def audit(**changes: Any) -> Json:
         "audits_run": 1,
         "weights": {"adapter_model.safetensors": HASH},
     }
-    return {**whole_audit(found), **changes}
+    return {**whole_audit(parts), **changes}
 
 
 def described(**changes: Any) -> Json:
@@ -316,3 +317,11 @@ def steady(text: str) -> str:
     """The same with numbers of nine digits and without hashes: processors round the accountant's figures differently."""
     text = re.sub(r"\d+\.\d{9,}", lambda found: f"{float(found[0]):.9g}", text)
     return re.sub(r"\b[0-9a-f]{32,}\b", "HEX", text)
+
+
+def assert_golden(text: str, golden: Path) -> None:
+    """A change that is meant: delete the golden file, run twice, and read the difference."""
+    if not golden.exists():
+        golden.write_text(text, encoding="utf-8")
+        raise AssertionError(f"wrote {golden}: read it, and run this test again")
+    assert steady(text) == steady(golden.read_text("utf-8"))

@@ -83,8 +83,8 @@ def built(name: str) -> Any:
 def ragged() -> list[Unit]:
     """Ragged units; token 9, which is some models' padding_idx, is one of each sequence's tokens."""
     return [
-        Unit(tuple(tm.replace_token(sequence, len(sequence.input_ids) // 2, 9) for sequence in one.sequences))
-        for one in tm.units(RAGGED)
+        Unit(tuple(tm.replace_token(sequence, len(sequence.input_ids) // 2, 9) for sequence in unit.sequences))
+        for unit in tm.units(RAGGED)
     ]
 
 

@@ -34,95 +34,95 @@ def clip(gradient_UP: Tensor, bound: float) -> Tensor:
     return (bound / gradient_UP.norm(dim=1)).clamp(max=1.0) @ gradient_UP
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
+def apart(computed: Tensor, expected: Tensor) -> float:
     """Relative distance of two vectors."""
-    assert found.shape == expected.shape
-    return float((found.double() - expected).norm() / expected.norm())
+    assert computed.shape == expected.shape
+    return float((computed.double() - expected).norm() / expected.norm())
 
 
-def without(some: Sequence[Unit], index: int) -> list[Unit | None]:
-    return [None if position == index else one for position, one in enumerate(some)]
+def without(units: Sequence[Unit], index: int) -> list[Unit | None]:
+    return [None if position == index else unit for position, unit in enumerate(units)]
 
 
-def exact(net: nn.Module, some: Sequence[Unit], exact_UP: Tensor, mode: str = "held", sizes: Any = SIZES) -> None:
+def exact(net: nn.Module, units: Sequence[Unit], exact_UP: Tensor, mode: str = "held", sizes: Any = SIZES) -> None:
     """Norms and clipped sums, at a C that clips some units and not others, are those of the reference."""
     norm_U = exact_UP.norm(dim=1)
     bound = float(norm_U.median()) * 1.01
     engine = tm.make_engine(net, tm.plan(bound), mode=mode)
     for size in sizes_for(engine, sizes):
-        sum_P, seen = engine.clipped_sum(tm.batches(some, size))
+        sum_P, counts = engine.clipped_sum(tm.batches(units, size))
         assert apart(sum_P, clip(exact_UP, bound)) <= EXACT
-        assert (seen.units, seen.clipped) == (len(some), int((norm_U > bound).sum()))
-        for unit, norm in zip(some, norm_U, strict=True):
+        assert (counts.units, counts.clipped) == (len(units), int((norm_U > bound).sum()))
+        for unit, norm in zip(units, norm_U, strict=True):
             alone = tm.engine_norm(engine, unit, size)
             assert abs(alone - float(norm)) <= EXACT * float(norm)
 
 
-def bounded(engine: Any, some: Sequence[Unit]) -> None:
+def bounded(engine: Any, units: Sequence[Unit]) -> None:
     """Every unit alone adds at most C."""
-    for one in some:
-        norm = float(tm.clipped_sum(engine, [one]).norm())
+    for unit in units:
+        norm = float(tm.clipped_sum(engine, [unit]).norm())
         assert norm <= engine.max_grad_norm * BOUND, norm
 
 
-def neighbours(engine: Any, some: Sequence[Unit], size: int | None = None) -> None:
+def neighbours(engine: Any, units: Sequence[Unit], size: int | None = None) -> None:
     """Emptying any one unit moves the clipped sum by at most C; so does a unit alone."""
-    bounded(engine, some)
-    whole = tm.clipped_sum(engine, some, size)
-    for index in range(len(some)):
-        moved = float((whole - tm.clipped_sum(engine, without(some, index), size)).norm())
+    bounded(engine, units)
+    sum_P = tm.clipped_sum(engine, units, size)
+    for index in range(len(units)):
+        moved = float((sum_P - tm.clipped_sum(engine, without(units, index), size)).norm())
         assert moved <= engine.max_grad_norm * BOUND
 
 
 def cancelling(mode: str, scale: float, bound: float = 1e-4, **arguments: Any) -> None:
     """A unit whose gradient is far shorter than its terms is bounded, alone and beside its like."""
-    some = [tm.alternating_unit(length) for length in (5, 9, 17, 32, 65)]
+    units = [tm.alternating_unit(length) for length in (5, 9, 17, 32, 65)]
     for hidden in (4, 64):
         engine = tm.make_engine(tm.Cancelling(scale, hidden), tm.plan(bound), mode=mode, **arguments)
-        bounded(engine, some)
-        summed_P, seen = engine.clipped_sum(tm.batches(some, engine))
-        assert float(summed_P.norm()) <= seen.units * bound * BOUND
+        bounded(engine, units)
+        summed_P, counts = engine.clipped_sum(tm.batches(units, engine))
+        assert float(summed_P.norm()) <= counts.units * bound * BOUND
 
 
 def own_rounding(mode: str, scale: float) -> None:
     """A long unit beside forty whose terms cancel moves the sum by at most C: their rounding does not follow it."""
-    some = [*[tm.alternating_unit(9)] * 40, tm.alternating_unit(40)]
+    units = [*[tm.alternating_unit(9)] * 40, tm.alternating_unit(40)]
     engine = tm.make_engine(tm.Cancelling(scale, 64), tm.plan(1e-4), mode=mode)
-    moved = float((tm.clipped_sum(engine, some) - tm.clipped_sum(engine, some[:-1])).norm())
+    moved = float((tm.clipped_sum(engine, units) - tm.clipped_sum(engine, units[:-1])).norm())
     assert moved <= 1e-4 * BOUND, moved / 1e-4
 
 
 def whole_units(net: nn.Module, mode: str = "held") -> None:
     """A unit with more rows than a pass is clipped once, as if it were in one."""
-    one, short = tm.unit((15, 29, 13, 18, 26), 4), tm.unit((7,), 5)
-    exact_UP = tm.brute_force(net, [one, short])
+    long, short = tm.unit((15, 29, 13, 18, 26), 4), tm.unit((7,), 5)
+    exact_UP = tm.brute_force(net, [long, short])
     bound = float(exact_UP.norm(dim=1).min()) * 0.9
     engine = tm.make_engine(net, tm.plan(bound), mode=mode)
     for size in sizes_for(engine, (tm.ALONE, 64, 512)):
-        pieces = tm.batches([one, short], size)
+        pieces = tm.batches([long, short], size)
         assert [piece.goes_on for piece in pieces] == {
             tm.ALONE: [True, True, True, True, False, False],
             64: [True, False, False],
             512: [False],
         }[size]
-        sum_P, seen = engine.clipped_sum(pieces)
+        sum_P, counts = engine.clipped_sum(pieces)
         assert apart(sum_P, clip(exact_UP, bound)) <= EXACT
-        assert (seen.units, seen.clipped) == (2, 2)
+        assert (counts.units, counts.clipped) == (2, 2)
 
 
 def empty_passes(net: nn.Module, mode: str = "held") -> None:
     """A pass that holds nobody, as a rank runs that has fewer than another, adds nothing and is not counted."""
-    some = tm.units(tm.RAGGED)
+    units = tm.units(tm.RAGGED)
     engine = tm.make_engine(net, tm.plan(0.3), mode=mode)
-    expected_P, counted = engine.clipped_sum(tm.batches(some, engine))
+    expected_P, counted = engine.clipped_sum(tm.batches(units, engine))
     assert float(expected_P.norm()) > 0
     nobody = lay_out([], engine.packing, 0)
-    sum_P, seen = engine.clipped_sum([nobody, *tm.batches(some, engine), nobody])
+    sum_P, counts = engine.clipped_sum([nobody, *tm.batches(units, engine), nobody])
     assert torch.equal(sum_P, expected_P)
-    assert (seen.units, seen.clipped) == (counted.units, counted.clipped)
-    nothing_P, seen = engine.clipped_sum([nobody])
+    assert (counts.units, counts.clipped) == (counted.units, counted.clipped)
+    nothing_P, counts = engine.clipped_sum([nobody])
     assert not bool(nothing_P.any())
-    assert seen.units == 0
+    assert counts.units == 0
 
 
 def not_finite(mode: str = "held", adapter: Any = tm.FROZEN, bad: float = float("nan")) -> None:
@@ -130,50 +130,50 @@ def not_finite(mode: str = "held", adapter: Any = tm.FROZEN, bad: float = float(
     net = tm.build("llama", adapter)
     with torch.no_grad():
         net.get_input_embeddings().weight[tm.VOCABULARY - 1] = bad
-    some = tm.units(tm.RAGGED)
-    poisoned = Unit((tm.replace_token(some[1].sequences[0], 8, tm.VOCABULARY - 1),))
+    units = tm.units(tm.RAGGED)
+    poisoned = Unit((tm.replace_token(units[1].sequences[0], 8, tm.VOCABULARY - 1),))
     engine = tm.make_engine(net, tm.plan(0.3), mode=mode)
-    with_it_P = tm.clipped_sum(engine, [some[0], poisoned, *some[2:]])
-    assert apart(with_it_P, tm.clipped_sum(engine, without(some, 1))) <= 1e-6
+    with_it_P = tm.clipped_sum(engine, [units[0], poisoned, *units[2:]])
+    assert apart(with_it_P, tm.clipped_sum(engine, without(units, 1))) <= 1e-6
     assert not bool(tm.clipped_sum(engine, [poisoned]).any())
 
 
 def own_loss(net: nn.Module) -> None:
     """A long neighbour does not change a loss."""
     engine = tm.make_engine(net)
-    some = tm.units([(6,), (11,), (3,), (60,)])
-    together = [[one] for one in some] if engine.packing.alone else [some]
-    beside = []
+    units = tm.units([(6,), (11,), (3,), (60,)])
+    groups = [[unit] for unit in units] if engine.packing.alone else [units]
+    packed_losses = []
     with torch.no_grad():
-        alone_R = torch.cat([engine.losses(tm.batches([one], tm.ALONE)[0]) for one in some])
-        for group in together:
+        alone_R = torch.cat([engine.losses(tm.batches([unit], tm.ALONE)[0]) for unit in units])
+        for group in groups:
             piece = lay_out(group, engine.packing, 0)
             with engine._attention.of(piece):
-                beside.append(engine.losses(piece))
-    torch.testing.assert_close(torch.cat(beside), alone_R, rtol=1e-5, atol=1e-6)
+                packed_losses.append(engine.losses(piece))
+    torch.testing.assert_close(torch.cat(packed_losses), alone_R, rtol=1e-5, atol=1e-6)
 
 
 def laid_out_publicly(world: int = 2) -> None:
     """Every drawn unit lies in one pass, or alone in passes of its own; the shape of passes tells nothing about the draw."""
     shape = tm.packing(64)
-    some = tm.units([(9, 4), (30, 31, 32), (5,), *[(2,)] * 20, (12,)])
-    seen = []
-    ranks = [passes_of(range(len(some)), some, shape, 0, rank, world) for rank in range(world)]
+    units = tm.units([(9, 4), (30, 31, 32), (5,), *[(2,)] * 20, (12,)])
+    lengths = []
+    ranks = [passes_of(range(len(units)), units, shape, 0, rank, world) for rank in range(world)]
     assert len({len(passes) for passes in ranks}) == 1
     for piece in (piece for passes in ranks for piece in passes):
         assert piece.input_ids_1M.shape == (1, 64)
         assert piece.num_units <= shape.most_units
         assert int(piece.position_ids_1M[0, -1]) == shape.last_position
         for row in piece.rows:
-            places = piece.position_ids_1M[0, row.start : row.stop].tolist()
-            assert places == list(range(row.stop - row.start))
+            positions = piece.position_ids_1M[0, row.start : row.stop].tolist()
+            assert positions == list(range(row.stop - row.start))
             assert row.stop < 64
         padded = piece.targets.position_N[piece.targets.count :].tolist()
         assert set(padded) <= {63}
         assert len(piece.targets.position_N) % shape.targets == 0
         assert not piece.goes_on or piece.num_units == 1
-        seen += [row.stop - row.start for row in piece.rows]
-    assert sorted(seen) == sorted(len(row.input_ids) for one in some for row in one.sequences)
+        lengths += [row.stop - row.start for row in piece.rows]
+    assert sorted(lengths) == sorted(len(row.input_ids) for unit in units for row in unit.sequences)
 
 
 def nothing_left_over(net: nn.Module) -> None:
@@ -226,12 +226,12 @@ def self_check_refuses(net: nn.Module, words: str) -> None:
 
 def large_sum() -> None:
     """A logical batch of thousands is summed without rounding a unit's bound away."""
-    some = [tm.unit([3 + number % 9], number // 9) for number in range(4096)]
+    units = [tm.unit([3 + number % 9], number // 9) for number in range(4096)]
     engine = tm.make_engine(tm.Toy(), tm.plan(1e-3))
-    whole = tm.clipped_sum(engine, some)
-    assert float(whole.norm()) > 0.3  # several hundred C: the gradients point the same way
+    sum_P = tm.clipped_sum(engine, units)
+    assert float(sum_P.norm()) > 0.3  # several hundred C: the gradients point the same way
     for index in (0, 5, 2048, 4095):
-        assert float((whole - tm.clipped_sum(engine, without(some, index))).norm()) <= 1e-3 * BOUND
+        assert float((sum_P - tm.clipped_sum(engine, without(units, index))).norm()) <= 1e-3 * BOUND
 
 
 def tf32_refused(short_cut: Callable[[], None]) -> None:
@@ -239,8 +239,8 @@ def tf32_refused(short_cut: Callable[[], None]) -> None:
     engine = tm.make_engine(tm.Toy())
     engine.step([])
     short_cut()
-    for some in ([], tm.units([(5,)])):
-        refused(lambda some=some: engine.step(tm.batches(some, engine)), "TF32")
+    for units in ([], tm.units([(5,)])):
+        refused(lambda units=units: engine.step(tm.batches(units, engine)), "TF32")
 
 
 def lone_step_refused() -> None:
@@ -253,22 +253,23 @@ def lone_step_refused() -> None:
     assert torch.equal(net.layer.weight, before)
 
 
-def foreign_gradients_refused(some: Sequence[Unit]) -> None:
+def foreign_gradients_refused(units: Sequence[Unit]) -> None:
     """A backward pass of one's own before a step is found out."""
     net = tm.Toy()
     engine = tm.make_engine(net)
     net(torch.arange(8).view(2, 4)).logits.sum().backward()
-    refused(lambda: engine.step(tm.batches(some, engine)), "a gradient that this engine did not compute")
+    refused(lambda: engine.step(tm.batches(units, engine)), "a gradient that this engine did not compute")
 
 
 def expected_divisor() -> None:
     """The update is (clipped sum + noise) / B for the Plan's B, whether 0, 3 or 14 units were drawn."""
     for size in (0, 3, 14):
-        net, some = tm.Toy(), tm.units([(4 + number,) for number in range(size)])
+        net, units = tm.Toy(), tm.units([(4 + number,) for number in range(size)])
         engine = tm.make_engine(net, tm.plan(0.03))
         engine._noise.draw = lambda count: torch.zeros(count, dtype=torch.float64)
-        total_P, before_P = engine.clipped_sum(tm.batches(some, engine))[0], net.layer.weight.detach().flatten().clone()
-        engine.step(tm.batches(some, engine))
+        total_P = engine.clipped_sum(tm.batches(units, engine))[0]
+        before_P = net.layer.weight.detach().flatten().clone()
+        engine.step(tm.batches(units, engine))
         moved_P = (before_P - net.layer.weight.detach().flatten()).double()
         torch.testing.assert_close(moved_P, total_P / 10, rtol=1e-3, atol=1e-7)
 
@@ -313,10 +314,10 @@ def standard_normal(noise_SP: Tensor) -> None:
 
 def noise_of_its_own() -> None:
     """What is added to a sum does not depend on the batch: with one key it is the same for three units and for nobody."""
-    one, other = (tm.make_engine(tm.Toy(bias=True), tm.plan(C, SIGMA), noise_entropy=2**90) for _ in range(2))
-    for some in (tm.units([(9, 4), (7,), (5,)]), [], tm.units([(6,)])):
-        added_P = tm.released(one, tm.batches(some, one)) - one.clipped_sum(tm.batches(some, one))[0]
-        torch.testing.assert_close(added_P, tm.released(other, []), rtol=0, atol=1e-5 * SIGMA * C)
+    engine, twin = (tm.make_engine(tm.Toy(bias=True), tm.plan(C, SIGMA), noise_entropy=2**90) for _ in range(2))
+    for units in (tm.units([(9, 4), (7,), (5,)]), [], tm.units([(6,)])):
+        added_P = tm.released(engine, tm.batches(units, engine)) - engine.clipped_sum(tm.batches(units, engine))[0]
+        torch.testing.assert_close(added_P, tm.released(twin, []), rtol=0, atol=1e-5 * SIGMA * C)
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------

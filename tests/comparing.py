@@ -138,7 +138,7 @@ def change_audit(run: RunDir, every: Json | None = None, **changes: Any) -> None
     path = run.audit_dir(run.load_config().privacy.enabled) / "audit.json"
     audit = read_json(path)
     for name, new in (every or {}).items():
-        changes[name] = {part: {**one, **new} for part, one in audit[name].items()}
+        changes[name] = {part: {**attack, **new} for part, attack in audit[name].items()}
     write_json(
         path, audit | {name: audit[name] | new if isinstance(new, dict) else new for name, new in changes.items()}
     )

@@ -58,38 +58,38 @@ class Block:
 
     def commands(self) -> list[Command]:
         """The commands of a ``bash`` block."""
-        found, whole, start = [], "", 0
+        parsed, joined, start = [], "", 0
         for number, line in enumerate(self.text.splitlines(), self.line + 1):
-            start = start if whole else number
-            whole += line.removesuffix("\\") + (" " if line.endswith("\\") else "")
+            start = start if joined else number
+            joined += line.removesuffix("\\") + (" " if line.endswith("\\") else "")
             if line.endswith("\\"):
                 continue
-            text = re.sub(r"(^|\s)#.*$", "", whole).strip()
+            text = re.sub(r"(^|\s)#.*$", "", joined).strip()
             if text:
-                code = _EXIT.search(whole)
-                found.append(Command(" ".join(text.split()), int(code[1]) if code else 0, start))
-            whole = ""
-        return found
+                code = _EXIT.search(joined)
+                parsed.append(Command(" ".join(text.split()), int(code[1]) if code else 0, start))
+            joined = ""
+        return parsed
 
 
 def blocks(markdown: str) -> list[Block]:
     """Every fenced block of a page, in order."""
-    found: list[Block] = []
+    parsed: list[Block] = []
     lines = markdown.splitlines()
-    inside: tuple[int, str, str] | None = None
+    opened: tuple[int, str, str] | None = None
     for number, line in enumerate(lines):
         fence = _FENCE.match(line)
-        if inside is None and fence:
-            inside = (number, fence[1], fence[2])
-        elif inside is not None and fence and not fence[2]:
-            start, indent, language = inside
-            before = next((text.strip() for text in reversed(lines[:start]) if text.strip()), "")
-            marker = _MARKER.match(before)
+        if opened is None and fence:
+            opened = (number, fence[1], fence[2])
+        elif opened is not None and fence and not fence[2]:
+            start, indent, language = opened
+            line_before = next((text.strip() for text in reversed(lines[:start]) if text.strip()), "")
+            marker = _MARKER.match(line_before)
             text = "\n".join(part.removeprefix(indent) for part in lines[start + 1 : number])
-            found.append(Block(language, start + 1, text, *(marker.groups() if marker else (None, None))))
-            inside = None
-    assert inside is None, f"a block that begins in line {inside[0] + 1} has no end"
-    return found
+            parsed.append(Block(language, start + 1, text, *(marker.groups() if marker else (None, None))))
+            opened = None
+    assert opened is None, f"a block that begins in line {opened[0] + 1} has no end"
+    return parsed
 
 
 def recipes(markdown: str) -> dict[str, str]:

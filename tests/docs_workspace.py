@@ -125,7 +125,7 @@ def small_recipe(text: str, *, data: bool) -> Json:
     return recipe
 
 
-def prepare(root: Path, shown: Mapping[str, str], *, every_page: bool) -> Path:
+def prepare(root: Path, recipes_by_name: Mapping[str, str], *, every_page: bool) -> Path:
     """Recipes, models, data, a ledger, and the runs that pages take for granted: trained, audited, with cards.
 
     Args:
@@ -139,7 +139,7 @@ def prepare(root: Path, shown: Mapping[str, str], *, every_page: bool) -> Path:
         if path.parent.name != "accelerate":
             text = yaml.safe_dump(small_recipe(text, data=True))
         target.write_text(text, encoding="utf-8")
-    for name, text in shown.items():
+    for name, text in recipes_by_name.items():
         (root / name).write_text(yaml.safe_dump(small_recipe(text, data=False)), encoding="utf-8")
     shutil.copy(ROOT / "recipes" / "train.py", root / "recipes")
     tiny.save_model(root / "models" / "gpt2", max_position_embeddings=512, num_hidden_layers=1)
@@ -153,7 +153,7 @@ def prepare(root: Path, shown: Mapping[str, str], *, every_page: bool) -> Path:
             "audit runs/e2e-lora",
             "card runs/e2e-baseline",
             "card runs/e2e-lora",
-            *(f"plan {name}" for name in (shown if every_page else ())),
+            *(f"plan {name}" for name in (recipes_by_name if every_page else ())),
         ):
             code, output = dpllm_(line.split())
             assert code == 0, output

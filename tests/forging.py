@@ -45,8 +45,10 @@ class Subject:
 
     def fails(self, release: Published[Any], steps: tuple[str, ...]) -> bool:
         """Whether one of these steps does, of those that such a release has."""
-        known = {**dict(verifying.COMMON), **dict(verifying.OWN[self.artifact.kind])}
-        lines = (line for name in steps if name in known for line in guarded(name, known[name], release))
+        steps_by_name = {**dict(verifying.COMMON), **dict(verifying.OWN[self.artifact.kind])}
+        lines = (
+            line for name in steps if name in steps_by_name for line in guarded(name, steps_by_name[name], release)
+        )
         return any(line.status == "failed" for line in lines)
 
     def opened(self) -> Published[Any]:

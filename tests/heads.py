@@ -29,31 +29,31 @@ def ways(net: nn.Module) -> list[Pass]:
     return [ragged(tm.ALONE), *([ragged()] if packed else [])]
 
 
-def logits(net: nn.Module, some: Pass) -> Tensor:
+def logits(net: nn.Module, piece: Pass) -> Tensor:
     """logits_MV of a pass, as the model itself computes them."""
-    places = {} if some.position_ids_1M is None else {"position_ids": some.position_ids_1M}
-    with RowAttention(net).of(some):
-        return net(input_ids=some.input_ids_1M, use_cache=False, **places).logits.flatten(0, 1)
+    positions = {} if piece.position_ids_1M is None else {"position_ids": piece.position_ids_1M}
+    with RowAttention(net).of(piece):
+        return net(input_ids=piece.input_ids_1M, use_cache=False, **positions).logits.flatten(0, 1)
 
 
-def plain(net: nn.Module, some: Pass, autocast: Any = contextlib.nullcontext, seed: int = 0) -> Tensor:
+def plain(net: nn.Module, piece: Pass, autocast: Any = contextlib.nullcontext, seed: int = 0) -> Tensor:
     """loss_R of the ragged rows by the book: log-softmax of all logits, targets picked one by one."""
     with autocast():
-        logits_MV = logits(net, some)
+        logits_MV = logits(net, piece)
     kind = torch.float64 if logits_MV.dtype == torch.float64 else torch.float32
     scores_MV, loss_R = logits_MV.to(kind).log_softmax(dim=-1), []
     sequences = [sequence for unit in tm.units(tm.RAGGED, seed) for sequence in unit.sequences]
-    for row, sequence in zip(some.rows, sequences, strict=True):
-        places = [place for place, learned in enumerate(sequence.loss_mask) if learned]
-        chosen = [scores_MV[row.start + place - 1, sequence.input_ids[place]] for place in places]
+    for row, sequence in zip(piece.rows, sequences, strict=True):
+        targets = [target for target, learned in enumerate(sequence.loss_mask) if learned]
+        chosen = [scores_MV[row.start + target - 1, sequence.input_ids[target]] for target in targets]
         loss_R.append(-torch.stack(chosen).sum() / sequence.denominator)
     return torch.stack(loss_R)
 
 
-def losses(scorer: TokenLosses, net: nn.Module, some: Pass) -> Tensor:
+def losses(scorer: TokenLosses, net: nn.Module, piece: Pass) -> Tensor:
     """loss_R as the engine forms it."""
-    with RowAttention(net).of(some):
-        return row_sums(scorer(some).nll_M, some.rows) / some.denominator_R
+    with RowAttention(net).of(piece):
+        return row_sums(scorer(piece).nll_M, piece.rows) / piece.denominator_R
 
 
 def gradients(loss_R: Tensor, net: nn.Module) -> Tensor:

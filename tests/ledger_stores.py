@@ -130,11 +130,11 @@ claim = RunRequest(event={EVENT!r}, delta={DELTA}, unit="patient", relation="zer
 
 def outputs(workers: list[subprocess.Popen[str]]) -> list[str]:
     """What each process printed; fails if one did."""
-    said = [worker.communicate() for worker in workers]
-    assert [(worker.returncode, error) for worker, (_, error) in zip(workers, said, strict=True)] == [
-        (0, error) for _, error in said
-    ], said
-    return [out for out, _ in said]
+    results = [worker.communicate() for worker in workers]
+    assert [(worker.returncode, error) for worker, (_, error) in zip(workers, results, strict=True)] == [
+        (0, error) for _, error in results
+    ], results
+    return [out for out, _ in results]
 
 
 def missing() -> str | None:
@@ -151,9 +151,9 @@ def missing() -> str | None:
 
 
 def _programs() -> Path | None:
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: float(path.parts[-3]))
-    if found:
-        return found[-1].parent
+    paths = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: float(path.parts[-3]))
+    if paths:
+        return paths[-1].parent
     program = shutil.which("initdb")
     return Path(program).parent if program and shutil.which("postgres") else None
 

@@ -31,9 +31,9 @@ def series(text: bytes | str) -> Series:
     return found
 
 
-def value(found: Series, name: str) -> float:
+def value(samples: Series, name: str) -> float:
     """The only sample of a name."""
-    (only,) = [number for (known, _), number in found.items() if known == name]
+    (only,) = [number for (sample_name, _), number in samples.items() if sample_name == name]
     return only
 
 

@@ -120,10 +120,10 @@ def carry(export: Path, block: Json) -> None:
     page = export / "README.md"
     matter, body = page.read_text("utf-8").removeprefix("---\n").split("---\n", 1)
     top = {**yaml.safe_load(matter), "privacy": card.matter(record)}
-    for name, words in card.render(record).items():
+    for name, part in card.render(record).items():
         start, end = f"<!-- dpllm:{name} -->", f"<!-- /dpllm:{name} -->"
-        before, rest = body.split(start, 1)
-        body = f"{before}{start}\n{words}\n{end}{rest.split(end, 1)[1]}"
+        prefix, after = body.split(start, 1)
+        body = f"{prefix}{start}\n{part}\n{end}{after.split(end, 1)[1]}"
     page.write_text(f"---\n{yaml.safe_dump(top, sort_keys=False)}---\n{body}", encoding="utf-8")
 
 
@@ -169,10 +169,10 @@ def changed(block: Json, where: Where, change: Callable[[Any], Any]) -> Json:
     """A copy in which one value is another."""
     new: Any = json.loads(json.dumps({"": block}))
     *path, last = ("", *where)
-    here = new
+    container = new
     for key in path:
-        here = here[key]
-    here[last] = change(here[last])
+        container = container[key]
+    container[last] = change(container[last])
     return dict(new[""])
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ledger_stores import adopt
 
 from dpllm.cli import main
 from dpllm.ledger import open_ledger
@@ -18,6 +20,10 @@ Json = dict[str, Any]
 Say = Callable[..., tuple[int, str, str]]
 PREDICT = ["--predict", "label", "--values", "yes,no"]
 CLUSTERS = ["--clusters", "2"]
+FIXED = [
+    *("rows.jsonl", "--unit", "who", "--max-examples-per-unit", "4", "--dataset", "notes", "--ledger", "l.sqlite"),
+    *("--epsilon", "20", "--model", "builtin:tiny", "--data.max_length", "16"),
+]
 UNITS = 40
 
 
@@ -34,8 +40,8 @@ def rows(units: int = UNITS) -> list[Json]:
     ]
 
 
-def write(found: list[Json], name: str = "rows.jsonl") -> None:
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
+def write(written: list[Json], name: str = "rows.jsonl") -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")
 
 
 @pytest.fixture
@@ -48,9 +54,7 @@ def say(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     write(rows())
 
     def typed(*words: object, epsilon: float = 20.0) -> tuple[int, str, str]:
-        fixed = ["rows.jsonl", "--unit", "who", "--max-examples-per-unit", 4, "--dataset", "notes"]
-        fixed += ["--ledger", "l.sqlite", "--epsilon", epsilon, "--model", "builtin:tiny", "--data.max_length", 16]
-        code = main(["describe", *map(str, [*fixed, *words])])
+        code = main(["describe", *FIXED, "--epsilon", str(epsilon), *map(str, words)])
         return code, *capsys.readouterr()
 
     return typed
@@ -75,7 +79,23 @@ def verdicts(capsys: pytest.CaptureFixture[str], folder: str, *more: str) -> dic
     return {check["name"]: check["status"] for check in json.loads(capsys.readouterr().out)["checks"]}
 
 
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with rows, the ledger that was charged for a classifier of them, and the classifier."""
+    root = tmp_path_factory.mktemp("released")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        for constant in ("WORDS", "MIXED"):
+            patch.setattr(embeddings, constant, 30)
+        write(rows())
+        assert main(["describe", *FIXED, *PREDICT]) == 0
+    return root
+
+
 @pytest.fixture
-def folder(say: Say) -> Path:
-    assert say(*PREDICT)[0] == 0
+def folder(classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the classifier, below the current directory; its ledger may be written to."""
+    shutil.copytree(classifier, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    adopt(tmp_path / "l.sqlite")
     return Path("classifier")

@@ -60,11 +60,11 @@ def _kept(function: Callable[..., Any], folder: Path) -> Callable[..., Any]:
             return pickle.loads((folder / name).read_bytes())
         except FileNotFoundError:
             began = time.process_time()
-            found = function(*question)
+            result = function(*question)
             if time.process_time() - began > WORTH_KEEPING:
                 unfinished = folder / uuid4().hex
-                unfinished.write_bytes(pickle.dumps(found))
+                unfinished.write_bytes(pickle.dumps(result))
                 unfinished.replace(folder / name)
-            return found
+            return result
 
     return answer

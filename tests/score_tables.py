@@ -27,31 +27,31 @@ def token_table(
     tuned: Sequence[Any], base: Sequence[Any], names: Iterable[str] | None = None, **columns: Any
 ) -> TokenTable:
     """A token table from one list of log-probabilities for each sequence; what ``columns`` leave out says nothing."""
-    lengths, given = [len(one) for one in tuned], {}
+    lengths, scores = [len(tokens) for tokens in tuned], {}
     for which, log_prob_N in (("tuned", np.concatenate(tuned)), ("base", np.concatenate(base))):
-        same = np.ones_like(log_prob_N)
+        ones = np.ones_like(log_prob_N)
         kinds = {
             "log_prob": log_prob_N,
-            "mean": -3 * same,
-            "variance": same,
-            "argmax": same < 1,
+            "mean": -3 * ones,
+            "variance": ones,
+            "argmax": ones < 1,
             "top_k_log_prob": log_prob_N,
         }
-        given |= {f"{which}_{name}_N": values for name, values in kinds.items()}
+        scores |= {f"{which}_{name}_N": values for name, values in kinds.items()}
     ids = tuple(names or (f"c{index}" for index in range(len(lengths))))
     sequence_N = np.repeat(np.arange(len(ids)), lengths)
-    words = {"secret_N": np.ones_like(sequence_N, dtype=bool), "word_N": np.arange(len(sequence_N))}
-    return TokenTable(ids, np.full(len(ids), 40), sequence_N, **{**given, **words, **columns})
+    marks = {"secret_N": np.ones_like(sequence_N, dtype=bool), "word_N": np.arange(len(sequence_N))}
+    return TokenTable(ids, np.full(len(ids), 40), sequence_N, **{**scores, **marks, **columns})
 
 
 def tokens_of(rows: Sequence[CanaryScores]) -> TokenTable:
     """The token table of secrets of one token each, which adds up to these rows."""
     return token_table(
-        [[one.tuned_log_prob] for one in rows],
-        [[one.base_log_prob] for one in rows],
-        [one.canary_id for one in rows],
-        groups=tuple(one.group for one in rows),
-        coins=tuple(one.inserted for one in rows),
-        tuned_argmax_N=np.array([one.tuned_greedy for one in rows]),
-        base_argmax_N=np.array([one.base_greedy for one in rows]),
+        [[secret.tuned_log_prob] for secret in rows],
+        [[secret.base_log_prob] for secret in rows],
+        [secret.canary_id for secret in rows],
+        groups=tuple(secret.group for secret in rows),
+        coins=tuple(secret.inserted for secret in rows),
+        tuned_argmax_N=np.array([secret.tuned_greedy for secret in rows]),
+        base_argmax_N=np.array([secret.base_greedy for secret in rows]),
     )

@@ -135,15 +135,15 @@ def prepared(once: Once, full: bool) -> Path:
     """What every page finds."""
     shown: dict[str, str] = {}
     for page in GUIDES:
-        found = docs_pages.recipes(page.read_text(encoding="utf-8"))
-        assert not found.keys() & shown.keys(), f"{page} shows a recipe under a name that another page uses"
-        shown |= found
+        recipes = docs_pages.recipes(page.read_text(encoding="utf-8"))
+        assert not recipes.keys() & shown.keys(), f"{page} shows a recipe under a name that another page uses"
+        shown |= recipes
     return once("docs", lambda folder: docs_workspace.prepare(folder, shown, every_page=full))
 
 
 def blocks_of(page: Path) -> list[Block]:
-    found = docs_pages.blocks(page.read_text(encoding="utf-8"))
-    return [block for block in found if block.language in docs_pages.EXECUTED]
+    parsed = docs_pages.blocks(page.read_text(encoding="utf-8"))
+    return [block for block in parsed if block.language in docs_pages.EXECUTED]
 
 
 def runs(block: Block, full: bool) -> bool:
@@ -277,23 +277,23 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     """Somebody without a connection, or who must not make one, sees the same pages."""
     loads = re.compile(r"<(?:link|script|img|iframe|source)\b[^>]*\b(?:href|src)=[\"']?((?:https?:)?//[^\"' >]+)")
     inside = re.compile(r"(?:url\(\s*|@import\s+)[\"']?((?:https?:)?//[^\"')\s]+)")
-    found = {}
+    targets_of = {}
     for path in [*site.rglob("*.html"), *site.rglob("*.css"), *site.rglob("*.svg")]:
         text = path.read_text(encoding="utf-8")
-        found[path.name] = [*loads.findall(text), *inside.findall(text)]
+        targets_of[path.name] = [*loads.findall(text), *inside.findall(text)]
         assert 'class="mermaid"' not in text, "a diagram of mermaid is drawn by a script from elsewhere"
-    assert {name: targets for name, targets in found.items() if targets} == {}
+    assert {name: targets for name, targets in targets_of.items() if targets} == {}
 
 
 # --- machines --------------------------------------------------------------------------------------------------------
 
 
 def test_no_file_names_a_place_on_a_build_machine() -> None:
-    found = []
+    violations = []
     for path in tracked():
         if not path.is_file():
             continue
         content = path.read_bytes()
         if b"\0" not in content[:8000] and (match := MACHINES.search(content)):
-            found.append((label(path), content[max(0, match.start() - 20) : match.end() + 20]))
-    assert found == []
+            violations.append((label(path), content[max(0, match.start() - 20) : match.end() + 20]))
+    assert violations == []

@@ -69,9 +69,9 @@ def test_what_programs_read_stays(
     arguments = command(tmp_path)
     capsys.readouterr()
     assert main(arguments) == 0
-    found = steady(json.loads(capsys.readouterr().out))
+    output = steady(json.loads(capsys.readouterr().out))
     golden = ROOT / "tests" / "golden" / f"{request.node.callspec.id}.json"
     if not golden.exists():
-        golden.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        golden.write_text(json.dumps(output, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         pytest.fail(f"{golden} was missing; it was written anew.")
-    assert not list(differences(found, json.loads(golden.read_text(encoding="utf-8")), tolerance=MAGNIFIED))
+    assert not list(differences(output, json.loads(golden.read_text(encoding="utf-8")), tolerance=MAGNIFIED))

@@ -164,9 +164,9 @@ def write_rows(path: Path, rows: Iterable[Json]) -> Path:
     return path
 
 
-def rows(some: Iterable[Json], unit: str = "example") -> list[Row]:
+def rows(records: Iterable[Json], unit: str = "example") -> list[Row]:
     """As a table holds them, each with what its column ``unit`` says."""
-    return [Row(dict(row), row.get(unit)) for row in some]
+    return [Row(dict(row), row.get(unit)) for row in records]
 
 
 def count_units(settings: DataConfig, cache: Path) -> int:

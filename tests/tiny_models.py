@@ -162,25 +162,25 @@ def units(lengths: Iterable[Sequence[int]], seed: int = 0) -> list[Unit]:
     return [unit(of_one, 1000 * seed + number) for number, of_one in enumerate(lengths)]
 
 
-def batches(some: Sequence[Unit | None], of: StepEngine | int = TOKENS) -> list[Pass]:
+def batches(units: Sequence[Unit | None], of: StepEngine | int = TOKENS) -> list[Pass]:
     """A logical batch of these units in an engine's passes, or in those of so many tokens."""
-    return passes_of(range(len(some)), some, packing(of) if isinstance(of, int) else of.packing, 0)
+    return passes_of(range(len(units)), units, packing(of) if isinstance(of, int) else of.packing, 0)
 
 
-def clipped_sum(engine: StepEngine, some: Sequence[Unit | None], of: int | None = None) -> Tensor:
-    return engine.clipped_sum(batches(some, engine if of is None else of))[0].double().cpu()
+def clipped_sum(engine: StepEngine, units: Sequence[Unit | None], of: int | None = None) -> Tensor:
+    return engine.clipped_sum(batches(units, engine if of is None else of))[0].double().cpu()
 
 
-def norms(engine: StepEngine, some: Pass) -> Tensor:
+def norms(engine: StepEngine, passed: Pass) -> Tensor:
     """norm_U as the engine measures it."""
     sum_P = torch.zeros(engine.size, dtype=torch.float64)
-    return engine._clipper.add(engine.losses, some, sum_P, 1.0, 2.0**-30)[1]
+    return engine._clipper.add(engine.losses, passed, sum_P, 1.0, 2.0**-30)[1]
 
 
-def engine_norm(engine: StepEngine, one: Unit, tokens: int) -> float:
+def engine_norm(engine: StepEngine, unit: Unit, tokens: int) -> float:
     """A unit's norm as the engine measures it, in one pass or several."""
     sum_P, norm_U = torch.zeros(engine.size, dtype=torch.float64, device=engine._device), torch.zeros(0)
-    for piece in batches([one], tokens):
+    for piece in batches([unit], tokens):
         _, norm_U = engine._clipper.add(engine.losses, piece.to(engine._device), sum_P, 1.0, 2.0**-30)
     return float(norm_U)
 
@@ -200,11 +200,11 @@ def released(engine: StepEngine, some_batches: Sequence[Pass]) -> Tensor:
     return seen[0].double() * engine._schedule.expected_batch_size
 
 
-def brute_force(net: nn.Module, some: Sequence[Unit]) -> Tensor:
+def brute_force(net: nn.Module, units: Sequence[Unit]) -> Tensor:
     """gradient_UP in float64, one sequence at a time, unpadded; ends an engine on ``net``."""
-    gradient_RP = _one_by_one(net, [row for one in some for row in one.sequences])
-    owners = torch.tensor([index for index, one in enumerate(some) for _ in one.sequences])
-    return gradient_RP.new_zeros(len(some), gradient_RP.shape[1]).index_add_(0, owners, gradient_RP)
+    gradient_RP = _one_by_one(net, [row for unit in units for row in unit.sequences])
+    owners = torch.tensor([index for index, unit in enumerate(units) for _ in unit.sequences])
+    return gradient_RP.new_zeros(len(units), gradient_RP.shape[1]).index_add_(0, owners, gradient_RP)
 
 
 def _one_by_one(net: nn.Module, rows: Iterable[TokenSequence]) -> Tensor:

@@ -24,13 +24,13 @@ ROWS = [{"visit": ("home", "ward")[n % 2], "text": f"Seen on 2026-11-{n + 1:02d}
 
 def released() -> Json:
     """describe.json about the embedded notes."""
-    one = {
+    release = {
         "statistic": SHARES,
         "declared": {"values": ["home", "ward"]},
         "mechanism": "discrete Laplace",
         "event": COST,
     }
-    one |= {
+    release |= {
         "error_95": 12.45176013694037,
         "error_of": "rows in each count",
         "value": {"home": 300, "ward": 280, "other": 2},
@@ -44,7 +44,7 @@ def released() -> Json:
         "delta": 1e-9,
         "date": "2026-11-23",
         "software": {"dpllm": "0.1.0", "opendp": "0.16.0"},
-        "releases": [{**one, "entry": "0a1b"}],
+        "releases": [{**release, "entry": "0a1b"}],
     }
 
 

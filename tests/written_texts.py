@@ -57,8 +57,8 @@ def inferred(**changes: Any) -> Inference:
 
 
 def recipe(**card: Any) -> RunConfig:
-    found = RunDir(MODEL_CARDS / "clinic-epsilon-8").load_config()
-    return found.model_copy(update={"card": found.card.model_copy(update=card)})
+    config = RunDir(MODEL_CARDS / "clinic-epsilon-8").load_config()
+    return config.model_copy(update={"card": config.card.model_copy(update=card)})
 
 
 def make_texts(folder: Path, **changes: Any) -> Path:

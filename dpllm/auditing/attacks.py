@@ -82,10 +82,10 @@ def whole_rows(tokens: TokenTable) -> list[CanaryScores]:
     """The scores as the primary attack reads them: summed over whole rows, of which the secrets are a part."""
     columns: dict[str, dict[str, Any]] = {}
     for model, log_prob_N in (("tuned", tokens.tuned_log_prob_N), ("base", tokens.base_log_prob_N)):
-        whole = left = tokens.by_canary(tokens.sums(log_prob_N))
+        score_S = left = tokens.by_canary(tokens.sums(log_prob_N))
         if tokens.answers == 1:  # else both have the same words: two noises would be added where one is taken off
             left = tokens.by_canary(unexplained(tokens, log_prob_N))
-        columns |= {f"{model}_log_prob": whole, f"{model}_left": left}
+        columns |= {f"{model}_log_prob": score_S, f"{model}_left": left}
     return [replace(row, **{name: column[row.canary_id] for name, column in columns.items()}) for row in sum_up(tokens)]
 
 
@@ -203,11 +203,11 @@ def attempts(log_p: ArrayLike, probability: float) -> Floats:
     if not 0 < probability < 1 or np.isnan(log_p_S).any() or (log_p_S > 1e-6).any():
         raise ValueError(f"attempts needs log p_z <= 0 and 0 < p < 1, got p = {probability}")
     log_p_S = np.minimum(log_p_S, 0.0)
-    wanted = -math.log1p(-probability)
+    log_miss = -math.log1p(-probability)
     with np.errstate(divide="ignore", over="ignore", under="ignore"):
         # log(1 - p_z) in the form that is exact on either side of p_z = 1/2; where p_z^2 vanishes beside it, -p_z.
         log_rest_S = np.where(log_p_S > -math.log(2), np.log(-np.expm1(log_p_S)), np.log1p(-np.exp(log_p_S)))
-        exact_S = np.where(log_p_S < -40, np.exp(math.log(wanted) - log_p_S), wanted / -log_rest_S)
+        exact_S = np.where(log_p_S < -40, np.exp(math.log(log_miss) - log_p_S), log_miss / -log_rest_S)
     result: Floats = np.maximum(1.0, np.ceil(exact_S * (1 - _ROUNDING)))
     return result
 
@@ -223,22 +223,22 @@ def sampled_extraction(table: TokenTable) -> dict[str, Any]:
         then by n), ``never`` (counts of p_z = 0) and ``median_attempts`` (n at p = 0.5 of the median secret, the upper one of
         two; None: never, or no secret).
     """
-    place = {canary_id: index for index, canary_id in enumerate(table.canary_ids)}
+    index_of = {canary_id: index for index, canary_id in enumerate(table.canary_ids)}
     groups = by_group(sum_up(table))
     references = groups.pop(0, [])
     result: dict[str, Any] = {}
     for group, rows in groups.items():
-        inside = np.array([place[row.canary_id] for row in members(rows)], dtype=np.int64)
-        outside = np.array([place[row.canary_id] for row in [*held_out(rows), *references]], dtype=np.int64)
+        inside = np.array([index_of[row.canary_id] for row in members(rows)], dtype=np.int64)
+        outside = np.array([index_of[row.canary_id] for row in [*held_out(rows), *references]], dtype=np.int64)
         sides: dict[str, tuple[Model, NDArray[np.int64]]] = {
             "inserted": ("tuned", inside),
             "base": ("base", inside),
             "held_out": ("tuned", outside),
         }
         result[str(group)] = {
-            "canaries": {name: len(own) for name, (_, own) in sides.items()},
+            "canaries": {name: len(indices) for name, (_, indices) in sides.items()},
             **{
-                scheme: _sampling({name: log_prob(table, model, scheme)[own] for name, (model, own) in sides.items()})
+                scheme: _sampling({name: log_prob(table, model, scheme)[at] for name, (model, at) in sides.items()})
                 for scheme in SCHEMES
             },
         }

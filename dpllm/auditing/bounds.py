@@ -64,14 +64,14 @@ def p_value(num_canaries: int, counts_K: tuple[int, ...], weight: int, epsilon: 
         P[W >= v] <= g(0) + 2 m delta max_i (g(i) - g(0)) / i, g(i) = P[W* >= v - i K].
         With K = 1, W* is Bin(r, e^eps / (1 + e^eps)).
     """
-    law_W = _law(counts_K, epsilon)
+    law_W = _distribution_of_score(counts_K, epsilon)
     tail = float(law_W[weight:].sum())
     if delta == 0 or weight == 0:
         return tail
     # P[v - i K <= W* < v] for i = 1, 2, ...; the last one is all that is below, which a larger i only divides by more.
-    most = len(counts_K)
+    num_counts = len(counts_K)
     below = np.cumsum(law_W[:weight][::-1])
-    below = below[np.minimum(np.arange(most - 1, len(below) + most - 1, most), len(below) - 1)]
+    below = below[np.minimum(np.arange(num_counts - 1, len(below) + num_counts - 1, num_counts), len(below) - 1)]
     return tail + 2 * num_canaries * delta * float((below / np.arange(1, len(below) + 1)).max())
 
 
@@ -143,8 +143,8 @@ def epsilon_lower_bound(
         value=value,
         alpha=alpha,
         delta=delta,
-        falling=tuple(one.guesses for one in played if one.side == "falling"),
-        falling_in=tuple(one.guesses for one in played if one.side == "falling_in"),
+        falling=tuple(outcome.guesses for outcome in played if outcome.side == "falling"),
+        falling_in=tuple(outcome.guesses for outcome in played if outcome.side == "falling_in"),
         best_guesses=best.guesses if best else None,
         best_side=best.side if best else None,
         correct=best.correct if best else None,
@@ -156,19 +156,19 @@ def epsilon_lower_bound(
 
 def one_run_ceiling(num_canaries: int, *, delta: float, alpha: float, **grids: Sequence[int]) -> float:
     """The most that ``epsilon_lower_bound`` can show: its value where every guess is right. Needs no scores."""
-    ways, level = _ways(num_canaries, delta, alpha, grids)
-    perfect = [Outcome(side, r, r, sum(k * count for k, count in enumerate(_counts(side, r), 1))) for side, r in ways]
+    tests, level = _tests(num_canaries, delta, alpha, grids)
+    perfect = [Outcome(side, r, r, sum(k * count for k, count in enumerate(_counts(side, r), 1))) for side, r in tests]
     return _best(num_canaries, perfect, delta, level)[0]
 
 
 def _best(num_canaries: int, played: Sequence[Outcome], delta: float, level: float) -> tuple[float, Outcome | None]:
     """The largest bound of several tests, and the one that gives it; a test is inverted only where it shows more."""
     value, best = 0.0, played[-1] if played else None
-    for one in reversed(played):
-        counts_K = _counts(one.side, one.guesses)
-        if p_value(num_canaries, counts_K, one.weight, value, delta) < level:
-            found = epsilon_of(num_canaries, counts_K, one.weight, delta=delta, alpha=level)
-            value, best = max(value, found), one
+    for outcome in reversed(played):
+        counts_K = _counts(outcome.side, outcome.guesses)
+        if p_value(num_canaries, counts_K, outcome.weight, value, delta) < level:
+            epsilon = epsilon_of(num_canaries, counts_K, outcome.weight, delta=delta, alpha=level)
+            value, best = max(value, epsilon), outcome
     return value, best
 
 
@@ -177,7 +177,7 @@ def outcomes(
 ) -> tuple[list[Outcome], float]:
     """Every way to guess that can be played, how many guesses were right, and the level of each way."""
     score_M, inserted_M = checked(scores, inserted)
-    ways, level = _ways(len(score_M), delta, alpha, grids)
+    tests, level = _tests(len(score_M), delta, alpha, grids)
     # Among equal scores the first key puts those first that make a guess wrong: left out from above, planted from below.
     from_above_M, from_below_M = (
         inserted_M[np.lexsort((inserted_M, -score_M))],
@@ -185,7 +185,7 @@ def outcomes(
     )
     right_in, right_out = (np.concatenate(([0], np.cumsum(right_M))) for right_M in (from_above_M, ~from_below_M))
     played = []
-    for side, r in ways:
+    for side, r in tests:
         above, below = _windows(side, r)
         weight = int(right_in[above].sum() + right_out[below].sum())
         played.append(Outcome(side, r, int(right_in[above[-1]] + right_out[below[-1]]), weight))
@@ -202,16 +202,16 @@ def checked(scores: ArrayLike, inserted: ArrayLike) -> tuple[NDArray[np.float64]
     return score_M, inserted_M
 
 
-def _ways(
+def _tests(
     num_canaries: int, delta: float, alpha: float, grids: Mapping[str, Sequence[int]]
 ) -> tuple[list[tuple[Side, int]], float]:
     """The ways to guess that can be played, one side before both and small r first, and the level of each."""
     if not 0 < alpha < 0.5 or not 0 <= delta <= 1:
         raise ValueError(f"alpha must lie in (0, 1/2) and delta in [0, 1], got {alpha} and {delta}")
-    ways: list[tuple[Side, int]] = []
-    ways += [("falling_in", r) for r in sorted(set(grids.get("falling_in", ()))) if 1 <= r <= num_canaries // 2]
-    ways += [("falling", r) for r in sorted(set(grids.get("falling", ()))) if 1 <= r <= num_canaries]
-    return ways, alpha / max(1, len(ways))
+    tests: list[tuple[Side, int]] = []
+    tests += [("falling_in", r) for r in sorted(set(grids.get("falling_in", ()))) if 1 <= r <= num_canaries // 2]
+    tests += [("falling", r) for r in sorted(set(grids.get("falling", ()))) if 1 <= r <= num_canaries]
+    return tests, alpha / max(1, len(tests))
 
 
 def _windows(side: Side, r: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -232,7 +232,6 @@ def _counts(side: Side, r: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _log_choose(r: int) -> NDArray[np.float64]:
-    """Logarithms of the binomial coefficients (r over k), k = 0..r."""
     k = np.arange(r + 1)
     result: NDArray[np.float64] = gammaln(r + 1) - gammaln(k + 1) - gammaln(r - k + 1)
     result.setflags(write=False)
@@ -246,12 +245,12 @@ def _waves(counts_K: tuple[int, ...]) -> tuple[list[tuple[int, NDArray[np.comple
     size = fft.next_fast_len(length, real=True)
     step_F = np.exp(-2j * np.pi * np.arange(size // 2 + 1) / size)
     weights = [
-        (count, [weight for weight, own in enumerate(counts_K, start=1) if own == count]) for count in set(counts_K)
+        (count, [weight for weight, other in enumerate(counts_K, start=1) if other == count]) for count in set(counts_K)
     ]
-    return [(count, np.array([step_F**weight for weight in own])) for count, own in weights], length
+    return [(count, np.array([step_F**weight for weight in of_count])) for count, of_count in weights], length
 
 
-def _law(counts_K: tuple[int, ...], epsilon: float) -> NDArray[np.float64]:
+def _distribution_of_score(counts_K: tuple[int, ...], epsilon: float) -> NDArray[np.float64]:
     """The law of W*: P[W* = w] for w from 0 to the sum of all weights."""
     # Log of 1 - q without forming q, which rounds to 1 from epsilon = 37 on; q / (1 - q) is e^epsilon.
     log_rest = -epsilon - math.log1p(math.exp(-epsilon))
@@ -260,10 +259,10 @@ def _law(counts_K: tuple[int, ...], epsilon: float) -> NDArray[np.float64]:
         return np.exp(_log_choose(r) + (np.arange(r + 1) * epsilon + r * log_rest))
     # Fourier transforms of independent sums multiply: a guess of weight w has rest + (1 - rest) exp(i w f).
     waves, length = _waves(counts_K)
-    rest = math.exp(log_rest)
+    remaining = math.exp(log_rest)
     spectrum_F: Any = 1.0
     for count, waves_KF in waves:
-        spectrum_F = spectrum_F * (rest + (1 - rest) * waves_KF).prod(axis=0) ** count
+        spectrum_F = spectrum_F * (remaining + (1 - remaining) * waves_KF).prod(axis=0) ** count
     law_W: NDArray[np.float64] = fft.irfft(spectrum_F, fft.next_fast_len(length, real=True))[:length]
     return law_W
 
@@ -321,7 +320,7 @@ def epsilon_from_rates(rates: Rates, *, delta: float, alpha: float) -> RateBound
     counts = (rates.true_positives, rates.false_negatives, rates.false_positives, rates.true_negatives)
     if min(counts) < 0:
         raise ValueError(f"a count of trials cannot be negative, got {counts}")
-    value, fnr, fpr = _of_counts(*counts, delta, alpha)
+    value, fnr, fpr = _bounds_of_counts(*counts, delta, alpha)
     return RateBound(float(value), ASSUMES, alpha, delta, rates, float(fnr), float(fpr))
 
 
@@ -354,18 +353,18 @@ def many_runs(positives: ArrayLike, negatives: ArrayLike, *, delta: float, alpha
     cuts = np.concatenate((tried_P, tried_N))
     below_P, below_N = np.searchsorted(tried_P, cuts, side="right"), np.searchsorted(tried_N, cuts, side="right")
     tried = len(tried_P) - below_P, below_P, len(tried_N) - below_N, below_N
-    cut = cuts[_of_counts(*tried, delta, alpha)[0].argmax()]
+    cut = cuts[_bounds_of_counts(*tried, delta, alpha)[0].argmax()]
     # A score that equals the threshold is called none of a member.
     above_P, above_N = positive_P[1::2] > cut, negative_N[1::2] > cut
     counts = (above_P.sum(), (~above_P).sum(), above_N.sum(), (~above_N).sum())
     return epsilon_from_rates(Rates(*map(int, counts)), delta=delta, alpha=alpha)
 
 
-def _of_counts(
+def _bounds_of_counts(
     caught: ArrayLike, missed: ArrayLike, accused: ArrayLike, cleared: ArrayLike, delta: float, alpha: float
 ) -> tuple[NDArray[np.float64], ...]:
     """Epsilon, and upper limits of the false negative and false positive rate that both hold with probability 1 - alpha."""
     fnr, fpr = upper_limit(missed, caught, alpha / 2), upper_limit(accused, cleared, alpha / 2)
     # 1 - FNR <= e^eps FPR + delta and its mirror image; 0 where they say less.
-    most = np.maximum((1 - delta - fnr) / fpr, (1 - delta - fpr) / fnr)
-    return np.log(np.maximum(most, 1.0)), fnr, fpr
+    ratio = np.maximum((1 - delta - fnr) / fpr, (1 - delta - fpr) / fnr)
+    return np.log(np.maximum(ratio, 1.0)), fnr, fpr

@@ -173,10 +173,10 @@ def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudi
     square, degrees = float(table.squares_M[~inside].sum()), int((~inside).sum()) * table.pairs
     tails = np.array([(1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2])
     low, high = np.sqrt(square / stats.chi2.ppf(tails, degrees)) if degrees else (0.0, 0.0)
-    drawn, error, freedom = _drawn(table)
+    draws, error, freedom = _drawn(table)
     expected = table.sampling_rate * table.steps
     noise_p = float(stats.chi2.cdf(square / (LEAST_NOISE * table.noise) ** 2, degrees)) if degrees else 1.0
-    drawn_p = float(stats.t.sf((drawn - MOST_DRAWN * expected) / error, freedom)) if error > 0 else 1.0
+    drawn_p = float(stats.t.sf((draws - MOST_DRAWN * expected) / error, freedom)) if error > 0 else 1.0
     return GradientAudit.pick(
         {
             "canaries": len(inside),
@@ -186,16 +186,16 @@ def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudi
             "alpha": of_bound,
             "delta": delta,
             "ceiling": bound.ceiling,
-            **statistics.shown("auc", area),
+            **statistics.estimate_fields("auc", area),
             "noise": math.sqrt(square / degrees) if degrees else None,
             "noise_interval": [float(low), float(high)] if degrees else None,
             "noise_planned": table.noise,
-            "drawn": drawn if error > 0 else None,
+            "drawn": draws if error > 0 else None,
             "drawn_standard_error": error if error > 0 else None,
             "drawn_planned": expected,
             "noise_refuted": noise_p < level,
             "drawn_refuted": drawn_p < level,
-            **({"weights": held} if (held := _of_weights(table, delta, share)) else {}),
+            **({"weights": weights} if (weights := _of_weights(table, delta, share)) else {}),
         }
     )
 
@@ -212,7 +212,7 @@ def _of_weights(table: GradientTable, delta: float, alpha: float) -> WeightsAudi
             "epsilon_lower_bound": bound.value,
             "alpha": alpha,
             "ceiling": bound.ceiling,
-            **statistics.shown("auc", area),
+            **statistics.estimate_fields("auc", area),
             "expected_epsilon": expected_epsilon(table, delta),
         }
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from dpllm.auditing import attacks, statistics
 from dpllm.auditing.scores import score_sequences, zlib_bytes
-from dpllm.auditing.statistics import Estimate, Floats, blind, shown
+from dpllm.auditing.statistics import Estimate, Floats, blind, estimate_fields
 from dpllm.auditing.summary import CONFIDENCE, separation
 from dpllm.auditing.table import TokenTable
 from dpllm.errors import ConfigError
@@ -71,9 +71,9 @@ def rows_of_run(run: Run) -> tuple[Sequence[Rows], Sequence[Rows], Format]:
             f"{run.directory.config}: data.eval is not set, so there are no non-members to compare with. Name held-out rows in "
             "data.eval and train again."
         )
-    kept, cache = run.directory.rows, run.directory.private / "cache"
-    trained, rest = (read_same(kept, settings, side, cache) for side in get_args(Side))
-    return data.group_rows(trained, settings), data.group_rows(rest, settings), trained.format
+    rows_file, cache = run.directory.rows, run.directory.private / "cache"
+    trained, held_out = (read_same(rows_file, settings, side, cache) for side in get_args(Side))
+    return data.group_rows(trained, settings), data.group_rows(held_out, settings), trained.format
 
 
 def audit_members(
@@ -101,11 +101,11 @@ def audit_members(
         ConfigError: Fewer than 50 units on a side, non-members that are members too, or scores that are not finite.
         DataError: A row that cannot be encoded.
     """
-    drawn = [_draw(members), _draw(non_members)]
-    check_overlap(members, drawn[1], fmt, settings)
+    samples = [_draw(members), _draw(non_members)]
+    check_overlap(members, samples[1], fmt, settings)
     sides = [
         [unit for unit in encode_units(groups, fmt, models.tokenizer, settings, name=name) if unit.sequences]
-        for name, groups in zip(SIDES, drawn, strict=True)
+        for name, groups in zip(SIDES, samples, strict=True)
     ]
     for name, side in zip(SIDES, sides, strict=True):
         if len(side) < FEWEST:
@@ -116,16 +116,16 @@ def audit_members(
     units, first = [*sides[0], *sides[1]], len(sides[0])
     # What the models read of a unit, which is all that the controls may use: no more, and no less.
     ids = [[sequence.input_ids for sequence in unit.sequences] for unit in units]
-    texts = ["\n".join(models.tokenizer.batch_decode(own, skip_special_tokens=True)) for own in ids]
+    texts = ["\n".join(models.tokenizer.batch_decode(token_ids, skip_special_tokens=True)) for token_ids in ids]
     tokens = _score(models, units, texts)
     base_S = _mean(tokens, tokens.base_log_prob_N)  # the control: the base model saw neither side
     base = statistics.auc(base_S[:first], base_S[first:], CONFIDENCE)
-    words = blind(texts[:first], texts[first:], CONFIDENCE)
+    words_control = blind(texts[:first], texts[first:], CONFIDENCE)
     assert base is not None
-    assert words is not None  # of which each takes fewer texts
-    word, reason = _judge(base, words, settings.unit)
+    assert words_control is not None  # of which each takes fewer texts
+    verdict, reason = _judge(base, words_control, settings.unit)
     return {
-        "word": word,
+        "word": verdict,
         "reason": reason,
         "note": NOTE,
         "unit": "row" if settings.unit == "example" else settings.unit,
@@ -133,7 +133,7 @@ def audit_members(
         "non_members": len(units) - first,
         "confidence": CONFIDENCE,
         "scores": {name: separation(one_S[:first], one_S[first:]) for name, one_S in scores(tokens).items()},
-        "controls": {"base_model": shown("auc", base), "blind": shown("auc", words)},
+        "controls": {"base_model": estimate_fields("auc", base), "blind": estimate_fields("auc", words_control)},
     }
 
 
@@ -145,13 +145,13 @@ def check_overlap(members: Sequence[Rows], non_members: Sequence[Rows], fmt: For
     """
     texts = [words(row.parts, FIELDS[fmt]).casefold() for group in non_members for row in group]
     # Of members only what non-members have is kept, or all text of the training data would stand in memory twice.
-    wanted, copied, units = set(texts), set[str](), set[str]()
+    member_texts, copied, units = set(texts), set[str](), set[str]()
     for row in (row for group in members for row in group):
-        copied |= {words(row.parts, FIELDS[fmt]).casefold()} & wanted
+        copied |= {words(row.parts, FIELDS[fmt]).casefold()} & member_texts
         units.update(owner_names(row.unit, settings))
     same_text = sum(text in copied for text in texts)
-    whose = [owner_names(group[0].unit, settings) for group in non_members]
-    same_unit = 0 if settings.unit == "example" else sum(not units.isdisjoint(names) for names in whose)
+    owners = [owner_names(group[0].unit, settings) for group in non_members]
+    same_unit = 0 if settings.unit == "example" else sum(not units.isdisjoint(names) for names in owners)
     if same_text or same_unit:
         raise ConfigError(
             f"non-members overlap with members: {same_text} of {len(texts)} rows are identical to members, {same_unit} of "
@@ -165,11 +165,11 @@ def scores(table: TokenTable) -> dict[str, Floats]:
     Log-probabilities are means over a unit's tokens, in nats: real texts differ in length, secrets do not. The slope of
     ``calibrated`` is fitted on members and others alike, without knowing which is which (see ``attacks.slope``).
     """
-    after, before = _mean(table, table.tuned_log_prob_N), _mean(table, table.base_log_prob_N)
+    tuned, base = _mean(table, table.tuned_log_prob_N), _mean(table, table.base_log_prob_N)
     return {
-        "calibrated": after - statistics.fit_slope(before, after) * before,
+        "calibrated": tuned - statistics.fit_slope(base, tuned) * base,
         "ratio": _mean(table, table.tuned_log_prob_N - table.base_log_prob_N),
-        "loss": after,
+        "loss": tuned,
         **{name: attack(table) for name, attack in attacks.TOKEN_ATTACKS.items()},
     }
 
@@ -191,24 +191,24 @@ def _score(models: ScoringModels, units: Sequence[Unit], texts: Sequence[str]) -
     )
 
 
-def _judge(base: Estimate, words: Estimate, unit: str) -> tuple[str, str]:
-    seen = []
-    if words.above_half:
-        area = f"AUC {words.value:.3f} ({words.low:.3f} to {words.high:.3f})"
-        seen.append(f"a classifier that sees the words and no model separates them ({area})")
+def _judge(base: Estimate, words_control: Estimate, unit: str) -> tuple[str, str]:
+    signals = []
+    if words_control.above_half:
+        area = f"AUC {words_control.value:.3f} ({words_control.low:.3f} to {words_control.high:.3f})"
+        signals.append(f"a classifier that sees the words and no model separates them ({area})")
     # On both sides of 1/2: an attack's direction is fixed, that of a control is not.
     if not base.low <= 0.5 <= base.high:
         area = f"AUC {base.value:.3f} ({base.low:.3f} to {base.high:.3f})"
-        seen.append(f"the base model, which saw neither, separates them ({area})")
-    if not seen:
+        signals.append(f"the base model, which saw neither, separates them ({area})")
+    if not signals:
         return MEMBERSHIP, (
             "Neither the words nor the base model tell members from non-members, so what the tuned model tells apart is what "
             "it learned. Small differences between the sides may be left."
         )
     advice = "" if unit != "example" else "; if several rows come from one author, name the column in data.unit"
     return SHIFT, (
-        f"Members and non-members are of different kinds: {'; and '.join(seen)}. No score below is membership inference. Split "
-        f"one set of rows at random before training{advice}."
+        f"Members and non-members are of different kinds: {'; and '.join(signals)}. No score below is membership inference. "
+        f"Split one set of rows at random before training{advice}."
     )
 
 

@@ -164,10 +164,10 @@ def load(path: Path, base: str | None, device: torch.device) -> tuple[ScoringMod
     if (path / ADAPTER_CONFIG).is_file():
         return _adapter_on_base(path, base, device)
     if (path / "config.json").is_file():
-        return _whole_beside_base(path, base, device)
-    what = f"holds neither {ADAPTER_CONFIG} nor config.json" if path.is_dir() else "is not a directory"
+        return _whole_model_and_base(path, base, device)
+    problem = f"holds neither {ADAPTER_CONFIG} nor config.json" if path.is_dir() else "is not a directory"
     raise ConfigError(
-        f"{path}: {what}, so there is no model to audit. Type the directory of a PEFT adapter or of a model, or of a run."
+        f"{path}: {problem}, so there is no model to audit. Type the directory of a PEFT adapter or of a model, or of a run."
     )
 
 
@@ -203,7 +203,7 @@ def _adapter_on_base(path: Path, base: str | None, device: torch.device) -> tupl
 
 
 def _tuned(path: Path, net: Any, name: str) -> Any:
-    why = ""
+    problem = ""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # an error below
@@ -212,20 +212,20 @@ def _tuned(path: Path, net: Any, name: str) -> Any:
         with safe_open(path / WEIGHTS, "pt") as file:
             stored = len(file.keys())
         # What is switched off with the adapter: embeddings of the base that are stored beside it are not.
-        wanted = len(get_peft_model_state_dict(tuned, save_embedding_layers=False))
-        if missing or stored != wanted:
-            why = f"{stored} tensors are stored, but the model has {wanted}"
+        num_tensors = len(get_peft_model_state_dict(tuned, save_embedding_layers=False))
+        if missing or stored != num_tensors:
+            problem = f"{stored} tensors are stored, but the model has {num_tensors}"
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
-        why = type(error).__name__
-    if why:
+        problem = type(error).__name__
+    if problem:
         raise ConfigError(
-            f"{path}: the adapter does not match the base model {name} ({why}), so together they are not the model that was "
+            f"{path}: the adapter does not match the base model {name} ({problem}), so together they are not the model that was "
             "trained. Type its true base as --base; an adapter that stores whole embeddings has to be merged first."
         )
     return tuned.eval()
 
 
-def _whole_beside_base(path: Path, base: str | None, device: torch.device) -> tuple[ScoringModels, str, str]:
+def _whole_model_and_base(path: Path, base: str | None, device: torch.device) -> tuple[ScoringModels, str, str]:
     if base is None:
         raise ConfigError(
             f"{path}: is a whole model that does not name its base, which the audit compares it with. Type --base NAME."
@@ -236,38 +236,38 @@ def _whole_beside_base(path: Path, base: str | None, device: torch.device) -> tu
     except ConfigError:
         raise ConfigError(f"{path}: no causal language model could be loaded from it. Check its files.") from None
     try:
-        other = transformers.AutoConfig.from_pretrained(loading.source(base)).get_text_config()
+        base_config = transformers.AutoConfig.from_pretrained(loading.source(base)).get_text_config()
     except Exception:  # transformers raises OSError, ValueError, KeyError and Hub errors here
         raise _no_base(f"--base {base}") from None
-    own = tuned.config.get_text_config()
+    config = tuned.config.get_text_config()
     shape = ("model_type", "hidden_size", "num_hidden_layers")
-    if different := [key for key in shape if getattr(own, key, None) != getattr(other, key, None)]:
+    if different := [key for key in shape if getattr(config, key, None) != getattr(base_config, key, None)]:
         raise ConfigError(
             f"--base {base}: is not what {path} was trained from: they differ in {', '.join(different)}, so the difference "
             "between their scores would say nothing about training. Type the true base."
         )
-    size = min(int(tuned.get_input_embeddings().weight.shape[0]), int(other.vocab_size))
+    size = min(int(tuned.get_input_embeddings().weight.shape[0]), int(base_config.vocab_size))
     return ScoringModels(_tokenizer(path, settings, size), tuned.eval(), settings, device), "whole model", base
 
 
 def _tokenizer(path: Path, base: ModelConfig, size: int) -> Any:
     """The model's own tokenizer, or the base's, if both models can read what it makes."""
     name = base.name_or_path
-    own = any((path / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+    has_tokenizer = any((path / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
     try:
-        tokenizer = loading.load_tokenizer(ModelConfig(name_or_path=str(path)) if own else base)
+        tokenizer = loading.load_tokenizer(ModelConfig(name_or_path=str(path)) if has_tokenizer else base)
     except ConfigError:
         raise ConfigError(
-            f"{path if own else name}: holds no fast tokenizer that could be loaded. Copy the tokenizer.json used in training "
-            "into it."
+            f"{path if has_tokenizer else name}: holds no fast tokenizer that could be loaded. Copy the tokenizer.json used "
+            "in training into it."
         ) from None
     vocabulary = tokenizer.get_vocab()
     largest = max(vocabulary.values(), default=0)
     try:
-        known = loading.load_tokenizer(base).get_vocab()
+        base_vocabulary = loading.load_tokenizer(base).get_vocab()
     except ConfigError:  # a base without a tokenizer says nothing
-        known = vocabulary
-    different = sum(vocabulary.get(token) != index for token, index in known.items())
+        base_vocabulary = vocabulary
+    different = sum(vocabulary.get(token) != index for token, index in base_vocabulary.items())
     if different or largest >= size:
         raise ConfigError(
             f"{path}: its tokenizer numbers {different} tokens differently from {name} and has them up to {largest} where that "
@@ -276,10 +276,10 @@ def _tokenizer(path: Path, base: ModelConfig, size: int) -> Any:
     return tokenizer
 
 
-def _no_base(said: str) -> ConfigError:
+def _no_base(problem: str) -> ConfigError:
     return ConfigError(
-        f"{said}: no causal language model could be loaded from there, and the audit needs the base for comparison. Type --base "
-        "with the Hub id or the directory of the base."
+        f"{problem}: no causal language model could be loaded from there, and the audit needs the base for comparison. Type "
+        "--base with the Hub id or the directory of the base."
     )
 
 
@@ -287,9 +287,9 @@ def _summary(models: ScoringModels, planned: Manifest, claim: Claim | None, fmt:
     """What the audit of a run concludes from such scores; without independent coins the bound is 0, for want of a theorem."""
     everyone, longest = (*planned.canaries, *planned.references), positions(models.tuned) or MAX_LENGTH
     tokens = score_encoded(models, everyone, [_encode(canary, fmt, models.tokenizer, longest) for canary in everyone])
-    ways = default_ways(sum(one.group == 1 for one in planned.canaries))
+    tests = default_ways(sum(canary.group == 1 for canary in planned.canaries))
     # Nobody fixed them before, so nobody chooses them.
-    settings = AuditSettings.pick({**AuditConfig().fixed().to_json(), **ways})
+    settings = AuditSettings.pick({**AuditConfig().fixed().to_json(), **tests})
     context = AuditContext(words=words_control(planned.canaries), own_references=not planned.references)
     report = summarise(tokens, claim, settings, context)
     if planned.independent_coins:
@@ -323,14 +323,14 @@ def read_manifest(path: Path) -> Manifest:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a manifest ({type(error).__name__}). {_FORM}") from None
-    whole = _parsed(text)
-    if isinstance(whole, dict) and "canaries" in whole:
-        own = canaries.load(path)
-        found = Manifest(own.canaries, own.references, True, own.commitment)
+    value = _parsed(text)
+    if isinstance(value, dict) and "canaries" in value:
+        plan = canaries.load(path)
+        manifest = Manifest(plan.canaries, plan.references, True, plan.commitment)
     else:
-        found = _foreign(path, text)
-    _check(path, found)
-    return found
+        manifest = _read_lines(path, text)
+    _check_manifest(path, manifest)
+    return manifest
 
 
 def _parsed(text: str) -> Any:
@@ -340,18 +340,18 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def _foreign(path: Path, text: str) -> Manifest:
+def _read_lines(path: Path, text: str) -> Manifest:
     values = [(number, _parsed(line)) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
     independent = bool(values) and values[0][1] == COINS
     if independent:
         del values[0]
-    entries = [_entry(path, place, number, value) for place, (number, value) in enumerate(values)]
-    candidates = tuple(one for one in entries if one.group)
-    references = tuple(one for one in entries if not one.group)
+    entries = [_entry(path, index, number, value) for index, (number, value) in enumerate(values)]
+    candidates = tuple(entry for entry in entries if entry.group)
+    references = tuple(entry for entry in entries if not entry.group)
     return Manifest(candidates, references, independent)
 
 
-def _entry(path: Path, place: int, number: int, value: Any) -> Canary:
+def _entry(path: Path, index: int, number: int, value: Any) -> Canary:
     value = value if isinstance(value, dict) else {}
     group: Any = value.get("group", 1)
     inserted: Any = value.get("inserted", False if group == 0 else None)
@@ -365,12 +365,12 @@ def _entry(path: Path, place: int, number: int, value: Any) -> Canary:
     )
     if not good:
         raise ConfigError(f"{path}: line {number} is not a canary. {_FORM}")
-    return Canary(f"{'c' if group else 'r'}{place:05d}", group, value["carrier"], value["secret"], inserted)
+    return Canary(f"{'c' if group else 'r'}{index:05d}", group, value["carrier"], value["secret"], inserted)
 
 
-def _check(path: Path, found: Manifest) -> None:
-    everyone = (*found.canaries, *found.references)
-    planted = sum(canary.inserted for canary in found.canaries)
+def _check_manifest(path: Path, manifest: Manifest) -> None:
+    everyone = (*manifest.canaries, *manifest.references)
+    planted = sum(canary.inserted for canary in manifest.canaries)
     if not planted or len(everyone) - planted < FEWEST_OUT:
         raise ConfigError(
             f"{path}: {planted} canaries were inserted and {len(everyone) - planted} were not, too few to compare; one and "
@@ -381,10 +381,10 @@ def _check(path: Path, found: Manifest) -> None:
             f"{path}: {repeated} canaries have the same text as another one, so it is unclear whether they were inserted. Keep "
             "one line for each text."
         )
-    chance = stats.binomtest(planted, len(found.canaries)).pvalue
-    if found.independent_coins and chance < _LIKELIEST_LIE:
+    chance = stats.binomtest(planted, len(manifest.canaries)).pvalue
+    if manifest.independent_coins and chance < _LIKELIEST_LIE:
         raise ConfigError(
-            f"{path}: {planted} of {len(found.canaries)} canaries were inserted, which fair coins do once in "
+            f"{path}: {planted} of {len(manifest.canaries)} canaries were inserted, which fair coins do once in "
             f"{1 / max(chance, 1e-300):.0e} manifests; without fair coins there is no lower bound. Leave the line about coins "
             "out, or plant by fair coins."
         )

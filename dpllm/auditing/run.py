@@ -88,11 +88,11 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, console:
         summary = summarise(tokens, claim, settings, replace(context, twin=works))
         return _write(run, AuditRecord.pick(summary.to_json(), published=published, **facts), tokens, context.gradient)
 
-    report = shown = write(works, published=config.privacy.enabled and public)
+    report = public_report = write(works, published=config.privacy.enabled and public)
     if config.privacy.enabled and not public:  # the same without what tells of other runs
         facts.pop("shadows", None)
-        shown = write(None, published=True)
-    publish_audit(run, config, figures(shown) if shown.published else {})
+        public_report = write(None, published=True)
+    publish_audit(run, config, figures(public_report) if public_report.published else {})
     return report
 
 
@@ -108,14 +108,14 @@ def _write(run: RunDir, report: AuditRecord, tokens: TokenTable, gradient: Gradi
 
 def figures(report: AuditRecord) -> dict[str, float | None]:
     """What of a published audit metrics show, by their names."""
-    attack, found = report.attacks.get(PRIMARY_ATTACK), report.epsilon_lower_bound
+    attack, bound = report.attacks.get(PRIMARY_ATTACK), report.epsilon_lower_bound
     lower, upper = (attack.auc_interval if attack else None) or (None, None)
     return {
         "dp_membership_inference_auc": attack.auc if attack else None,
         "dp_membership_inference_auc_lower": lower,
         "dp_membership_inference_auc_upper": upper,
         "dp_membership_inference_auc_allowed": attack.limits.auc if attack and attack.limits else None,
-        "dp_audit_epsilon_lower_bound": found.value if found.num_canaries else None,
+        "dp_audit_epsilon_lower_bound": bound.value if bound.num_canaries else None,
     }
 
 
@@ -134,12 +134,11 @@ def load_models(run: Run) -> ScoringModels:
 
 
 def _gradient(run: Run, promise: Plan, plan: CanaryPlan) -> GradientTable:
-    """What the steps of a run with differential privacy released along its gradient canaries."""
-    lattice, place = run.record.lattice, run.directory
+    lattice, directory = run.record.lattice, run.directory
     assert lattice is not None
-    proj_TM = read_projections(place.projections)
-    turns = read_turns(place.groups, promise.coefficients, len(plan.gradient_coins))
-    first_M, last_M = read_weights(place.along)
+    proj_TM = read_projections(directory.projections)
+    turns = read_turns(directory.groups, promise.coefficients, len(plan.gradient_coins))
+    first_M, last_M = read_weights(directory.along)
     moved_M = first_M - last_M  # descent: what adds to a gradient takes off the weight
     return tabulate(
         proj_TM, plan.gradient_coins, promise.sampling_rate, lattice.noise_over_max_grad_norm, turns, moved_M
@@ -172,14 +171,15 @@ def _subject(run: RunDir) -> tuple[Run, CanaryPlan, Claim | None]:
 def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
     """Where the attack was seen to work on a run without privacy (empty: nowhere), and whether that may be published."""
     opened = open_run(twin)
-    other = opened.config
-    if other.privacy.enabled:
+    twin_recipe = opened.config
+    if twin_recipe.privacy.enabled:
         raise ConfigError(
             f"{twin.root}: was trained with differential privacy, so it cannot show whether the attack works. "
             "Name a run with privacy.enabled: false as --twin."
         )
     ours, theirs = (
-        {**one.model_dump(), **one.data.model_dump(include={"format", "max_length"})} for one in (config, other)
+        {**recipe.model_dump(), **recipe.data.model_dump(include={"format", "max_length"})}
+        for recipe in (config, twin_recipe)
     )
     for name in ("model", "adapter", "train", "audit", "format", "max_length"):
         if ours[name] != theirs[name]:
@@ -201,9 +201,9 @@ def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
         raise ConfigError(
             f"{path}: its own controls failed, so it cannot show that the attack works. Train another twin."
         )
-    same = (config.data.train, config.data.train_split, config.data.revision)
-    public = config.data.public and other.data.public
-    public = public and same == (other.data.train, other.data.train_split, other.data.revision)
+    data_source = (config.data.train, config.data.train_split, config.data.revision)
+    public = config.data.public and twin_recipe.data.public
+    public = public and data_source == (twin_recipe.data.train, twin_recipe.data.train_split, twin_recipe.data.revision)
     return (f"{controls.positive} of a run without privacy" if controls.positive else ""), public
 
 

@@ -125,7 +125,8 @@ def score_encoded(
     """The same of canaries that are encoded already, each with the mask of its secret's tokens."""
     sequences, secrets = zip(*encoded, strict=True)
     masks = [np.array(sequence.loss_mask, dtype=np.bool_) for sequence in sequences]
-    ids_N = np.concatenate([np.array(one.input_ids)[mask] for one, mask in zip(sequences, masks, strict=True)])
+    scored = [np.array(sequence.input_ids)[mask] for sequence, mask in zip(sequences, masks, strict=True)]
+    ids_N = np.concatenate(scored)
     return TokenTable(
         canary_ids=tuple(canary.canary_id for canary in canaries),
         zlib_bytes_S=np.array([zlib_bytes(canary.text) for canary in canaries]),
@@ -215,8 +216,8 @@ def _gather(logits_BTV: torch.Tensor, ids_BT: torch.Tensor, scored_BT: torch.Ten
         columns.append((greedy_C, *(value.double() for value in values)))
     if not columns:
         return TokenScores(np.zeros(0), np.zeros(0, dtype=np.bool_), np.zeros(0), np.zeros(0), np.zeros(0))
-    matches, log_probs, *rest = (torch.cat(column).cpu().numpy() for column in zip(*columns, strict=True))
-    return TokenScores(log_probs, matches, *rest)
+    matches, log_probs, *moments = (torch.cat(column).cpu().numpy() for column in zip(*columns, strict=True))
+    return TokenScores(log_probs, matches, *moments)
 
 
 def _largest(logits_CV: torch.Tensor) -> torch.Tensor:
@@ -231,5 +232,5 @@ def _largest(logits_CV: torch.Tensor) -> torch.Tensor:
     blocks = logits_CV[:, : number * _BLOCK].reshape(len(logits_CV), number, _BLOCK)
     best_CK = blocks.amax(dim=-1).topk(TOP_K, dim=-1, sorted=False).indices
     inside = blocks.gather(1, best_CK[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
-    rest = logits_CV[:, number * _BLOCK :]
-    return torch.cat((inside, rest), dim=1).topk(TOP_K, dim=-1, sorted=False).values
+    remainder_CV = logits_CV[:, number * _BLOCK :]
+    return torch.cat((inside, remainder_CV), dim=1).topk(TOP_K, dim=-1, sorted=False).values

@@ -91,10 +91,10 @@ def may_train(run: Run) -> None:
     ).policy
     assert policy is not None
     book = ledger.open_ledger(config.privacy.ledger, create=False)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if book:
-            held.enter_context(book)
-            held.enter_context(book.counting())
+            stack.enter_context(book)
+            stack.enter_context(book.counting())
         budget = book.budget(book.records.charged_to(policy.dataset, policy.derived_from)) if book else None
         if budget or not config.data.public:
             raise Refused(
@@ -195,11 +195,13 @@ def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
     with contextlib.suppress(DpllmError):
         opened = open_run(shadow)
         planned, trained = (
-            [(one.canary_id, one.group, one.text) for one in (*which.canaries, *which.references)] if which else None
+            [(each.canary_id, each.group, each.text) for each in (*which.canaries, *which.references)]
+            if which
+            else None
             for which in (plan, opened.canaries)
         )
-        same = names.of_training(opened.config) == names.of_training(recipe) and trained == planned
-        return same and opened.status == "completed" and any(shadow.export.glob("*.safetensors"))
+        same_training = names.of_training(opened.config) == names.of_training(recipe) and trained == planned
+        return same_training and opened.status == "completed" and any(shadow.export.glob("*.safetensors"))
     return False
 
 
@@ -248,8 +250,8 @@ def summarise_shadows(tokens: TokenTable, shadows: ShadowScores, *, delta: float
             name: {**shared, **separation(score_M[in_M], score_M[~in_M])}
             for name, score_M in shadow_scores(rows, shadows).items()
         }
-    many = one_canary_bound(groups.get(1, []), shadows, delta=delta, alpha=alpha)
-    return {"shadows": len(shadows.coins_KM), "attacks": tested, "many_runs": many}
+    many_runs = one_canary_bound(groups.get(1, []), shadows, delta=delta, alpha=alpha)
+    return {"shadows": len(shadows.coins_KM), "attacks": tested, "many_runs": many_runs}
 
 
 def lira(target: ArrayLike, shadows: ArrayLike, coins: ArrayLike) -> Floats:
@@ -318,9 +320,9 @@ def one_canary_bound(
     if not once:
         return {**runs, "reason": "no canary is inserted once"}
     first = min(once, key=lambda row: row.canary_id)
-    own = shadows.canary_ids.index(first.canary_id)
-    score_R = np.append(first.tuned_log_prob, shadows.log_prob_KM[:, own])
-    coin_R = np.append(bool(first.inserted), shadows.coins_KM[:, own])
+    column = shadows.canary_ids.index(first.canary_id)
+    score_R = np.append(first.tuned_log_prob, shadows.log_prob_KM[:, column])
+    coin_R = np.append(bool(first.inserted), shadows.coins_KM[:, column])
     having, lacking = int(coin_R.sum()), int((~coin_R).sum())
     runs |= {"canary_id": first.canary_id, "runs_with": having, "runs_without": lacking}
     if min(having, lacking) < 2:

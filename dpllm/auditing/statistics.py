@@ -40,9 +40,10 @@ class Estimate:
         return self.low > 0.5
 
 
-def shown(name: str, found: Estimate | None) -> dict[str, Any]:
+def estimate_fields(name: str, estimate: Estimate | None) -> dict[str, Any]:
     """An estimate as reports have it; None where there was nothing to estimate from."""
-    return {name: found.value if found else None, f"{name}_interval": [found.low, found.high] if found else None}
+    interval = [estimate.low, estimate.high] if estimate else None
+    return {name: estimate.value if estimate else None, f"{name}_interval": interval}
 
 
 def exposure(scores: ArrayLike, reference_scores: ArrayLike) -> Floats:
@@ -126,8 +127,8 @@ def auc(positives: ArrayLike, negatives: ArrayLike, confidence: float = 0.95) ->
     freedom = variance**2 / (of_p**2 / (num_p - 1) + of_n**2 / (num_n - 1))
     quantile = float(special.stdtrit(freedom, 1 - miss / 2))
     low, high = logit_interval(value, quantile * math.sqrt(variance))
-    least, most = _areas(value, num_p, num_n, float(special.ndtri(1 - miss / 2)))
-    return Estimate(value, min(low, least), max(high, most))  # each fails where the other one holds, see above
+    lowest, highest = _areas(value, num_p, num_n, float(special.ndtri(1 - miss / 2)))
+    return Estimate(value, min(low, lowest), max(high, highest))  # each fails where the other one holds, see above
 
 
 def placements(positive_P: Floats, negative_N: Floats) -> tuple[Floats, Floats]:
@@ -193,29 +194,29 @@ def tpr_at_fpr(
         return int((positive_P > thresholds[num_n - passing]).sum())
 
     # The threshold is estimated too, and takes its part of the error.
-    few, many, miss_low, miss_high = _around(num_n, fpr, 1 - confidence)
-    low = 1 - float(upper_limit(num_p - caught(few), caught(few), miss_low))
-    high = float(upper_limit(caught(many), num_p - caught(many), miss_high))
+    min_rank, max_rank, miss_low, miss_high = _threshold_ranks(num_n, fpr, 1 - confidence)
+    low = 1 - float(upper_limit(num_p - caught(min_rank), caught(min_rank), miss_low))
+    high = float(upper_limit(caught(max_rank), num_p - caught(max_rank), miss_high))
     return Estimate(caught(math.floor(fpr * num_n + 1e-9)) / num_p, low, high)
 
 
-def upper_limit(events: ArrayLike, others: ArrayLike, alpha: float) -> Floats:
+def upper_limit(events: ArrayLike, non_events: ArrayLike, alpha: float) -> Floats:
     """The largest rates that are not refuted at level alpha by so few events among events and others.
 
     References:
         Clopper and Pearson 1934.
     """
-    known = np.asarray(others) > 0
-    limit = special.betaincinv(np.asarray(events) + 1.0, np.where(known, others, 1.0), 1 - alpha)
-    return np.where(known, limit, 1.0)
+    has_others = np.asarray(non_events) > 0
+    limit = special.betaincinv(np.asarray(events) + 1.0, np.where(has_others, non_events, 1.0), 1 - alpha)
+    return np.where(has_others, limit, 1.0)
 
 
-def fit_slope(before: Floats, after: Floats) -> float:
+def fit_slope(x: Floats, y: Floats) -> float:
     """The least-squares slope of ``after`` on ``before``, both of one shape; 1 where ``before`` does not vary."""
-    spread = float(((before - before.mean()) ** 2).sum()) if len(before) else 0.0
-    if spread <= 1e-12 * max(1, len(before)):
+    spread = float(((x - x.mean()) ** 2).sum()) if len(x) else 0.0
+    if spread <= 1e-12 * max(1, len(x)):
         return 1.0
-    return float(((before - before.mean()) * (after - after.mean())).sum() / spread)
+    return float(((x - x.mean()) * (y - y.mean())).sum() / spread)
 
 
 def _areas(value: float, num_p: int, num_n: int, quantile: float) -> tuple[float, float]:
@@ -230,20 +231,21 @@ def _areas(value: float, num_p: int, num_n: int, quantile: float) -> tuple[float
     return float(optimize.brentq(gap, 0.0, value)), float(optimize.brentq(gap, value, 1.0))
 
 
-def _around(num_n: int, fpr: float, miss: float) -> tuple[int, int, float, float]:
+def _threshold_ranks(num_n: int, fpr: float, miss: float) -> tuple[int, int, float, float]:
     """Numbers of passing negatives whose thresholds hold the true one between them, and what is left of ``miss`` for each.
 
     So many negatives or fewer lie at or above the true threshold, or so many and one more lie above it, with a probability
     that is taken from ``miss``.
     """
     # Most of it, because the limits of the rate depend on what they are left with by its logarithm only.
-    share, each, count_N = 0.75, miss / 2, np.arange(num_n + 1)
-    at_most, more = special.bdtr(count_N, num_n, fpr), special.bdtrc(count_N, num_n, fpr)
-    few = int((at_most <= share * each).sum()) - 1
-    if few < 0:  # the lower limit is 0 and cannot fail
-        each = miss
-    many = int((more > share * each).sum())
-    return few, many, each - float(at_most[few] if few >= 0 else 0), each - float(more[many])
+    share, side_miss, count_N = 0.75, miss / 2, np.arange(num_n + 1)
+    at_most, above = special.bdtr(count_N, num_n, fpr), special.bdtrc(count_N, num_n, fpr)
+    min_rank = int((at_most <= share * side_miss).sum()) - 1
+    if min_rank < 0:  # the lower limit is 0 and cannot fail
+        side_miss = miss
+    max_rank = int((above > share * side_miss).sum())
+    miss_low = side_miss - float(at_most[min_rank] if min_rank >= 0 else 0)
+    return min_rank, max_rank, miss_low, side_miss - float(above[max_rank])
 
 
 def _pairs_interval(value: float, pairs: int, miss: float) -> tuple[float, float]:
@@ -307,13 +309,12 @@ def blind(texts_in: Sequence[str], texts_out: Sequence[str], confidence: float =
 
 def _features(text: str) -> set[str]:
     """Which words and signs a text has, and as longer names, which no word can be, its length and its two ends."""
-    words = _WORD.findall(text)
-    ends = (f"first {words[0]}", f"last {words[-1]}") if words else ("empty text",)
-    return {*words, *ends, f"length {round(4 * math.log2(1 + len(text)))}"}
+    tokens = _WORD.findall(text)
+    ends = (f"first {tokens[0]}", f"last {tokens[-1]}") if tokens else ("empty text",)
+    return {*tokens, *ends, f"length {round(4 * math.log2(1 + len(text)))}"}
 
 
 def _presence(texts: Sequence[str]) -> sparse.csr_array:
-    """Shape (D, W): 1 where a text has a word."""
     column: dict[str, int] = {}
     rows = [[column.setdefault(name, len(column)) for name in sorted(_features(text))] for text in texts]
     ends = np.cumsum([0, *(len(row) for row in rows)])

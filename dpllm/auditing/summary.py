@@ -18,7 +18,7 @@ from dpllm.auditing import attacks, statistics
 from dpllm.auditing import gradient as gradient_canaries
 from dpllm.auditing.bounds import epsilon_lower_bound, one_run_ceiling
 from dpllm.auditing.gradient import GradientTable
-from dpllm.auditing.statistics import Floats, shown
+from dpllm.auditing.statistics import Floats, estimate_fields
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group, sum_up
 from dpllm.errors import ConfigError
 from dpllm.privacy.plan import AuditSettings
@@ -95,7 +95,7 @@ def summarise(
     }
     controls, tried = _controls(scored, attacked, context, settings)
     once = len(attacks.members(scored.groups.get(1, [])))
-    word, reason = judge(claim, bound, tests, once, controls, gradient, tried=tried)
+    verdict, reason = judge(claim, bound, tests, once, controls, gradient, tried=tried)
     smallest, secrets = min(scored.groups, default=1), by_group(sum_up(tokens))
     values = {
         "schema_version": SCHEMA_VERSION,
@@ -109,14 +109,14 @@ def summarise(
         "repeated": {
             str(group): {
                 "claim": asdict(claim.of(group)) if claim else None,
-                "attacks": {name: seen[name] for name in (PRIMARY_ATTACK, *attacks.ATTACKS)},
+                "attacks": {name: by_attack[name] for name in (PRIMARY_ATTACK, *attacks.ATTACKS)},
                 "test": tests.get(group),
             }
-            for group, seen in attacked.items()
+            for group, by_attack in attacked.items()
             if group != smallest
         },
         "controls": controls,
-        "verdict": word,
+        "verdict": verdict,
         "verdict_reason": reason,
     }
     return Summary.pick(values)
@@ -131,8 +131,6 @@ def _sorted(tokens: TokenTable, context: AuditContext) -> _Scored:
 
 
 def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tuple[OneRunBound, dict[int, GroupTest]]:
-    """The bound of the once-planted candidates, and the tests of the repeated groups that can refute the claim."""
-
     def bound(rows: Sequence[CanaryScores], **test: Any) -> OneRunBound:
         return epsilon_lower_bound(scored.calibrated(rows), [bool(row.inserted) for row in rows], **test)
 
@@ -144,13 +142,12 @@ def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tup
     tests = {}
     for group, own_level in level.items():
         if group > 1 and claim:
-            target, ways = claim.of(group), default_ways(sizes[group])
-            tests[group] = group_test(target, bound(scored.groups[group], delta=target.delta, alpha=own_level, **ways))
+            target, grids = claim.of(group), default_ways(sizes[group])
+            tests[group] = group_test(target, bound(scored.groups[group], delta=target.delta, alpha=own_level, **grids))
     return once, tests
 
 
 def _method(scoring: attacks.Scoring) -> str:
-    """How the bound is computed."""
     return (
         "one training run, guesses on both sides and on one, with weights that fall with the rank (Steinke, Nasr and Jagielski "
         f"2023), once-inserted canaries, score '{PRIMARY_ATTACK}' {scoring.words}, alpha divided by the number of tests"
@@ -162,21 +159,21 @@ def _controls(
 ) -> tuple[Controls, list[str]]:
     """The base model on the same split and the group where the attack is seen best; the canaries it was tried on."""
     level = settings.control_level
-    rows = [row for own in scored.groups.values() for row in own]
+    rows = [row for group_scores in scored.groups.values() for row in group_scores]
     sides = attacks.base_loss(attacks.members(rows)), attacks.base_loss(attacks.held_out(rows))
-    before = statistics.auc(*sides, 1 - level)
-    separates = before is not None and not before.low <= 0.5 <= before.high
-    seen = {}
-    for group, own in scored.groups.items():
-        inside, outside = scored.calibrated(attacks.members(own)), scored.calibrated(scored.negatives(group))
+    base_auc = statistics.auc(*sides, 1 - level)
+    separates = base_auc is not None and not base_auc.low <= 0.5 <= base_auc.high
+    significant = {}
+    for group, group_scores in scored.groups.items():
+        inside, outside = scored.calibrated(attacks.members(group_scores)), scored.calibrated(scored.negatives(group))
         p = statistics.rank_sum_p_value(inside, outside)
         if p is not None and p < level / len(scored.groups):
-            seen[group] = attacked[group][PRIMARY_ATTACK]["auc"]
+            significant[group] = attacked[group][PRIMARY_ATTACK]["auc"]
     positive = None
-    if seen:
-        best = max(seen, key=lambda group: seen[group])
-        positive = f"AUC {seen[best]:.2f}" + (f" on the canaries planted {best} times" if best > 1 else "")
-    tried = [f"planted {most} times" for most in sorted(scored.groups)[-1:]]
+    if significant:
+        best = max(significant, key=lambda group: significant[group])
+        positive = f"AUC {significant[best]:.2f}" + (f" on the canaries planted {best} times" if best > 1 else "")
+    tried = [f"planted {largest} times" for largest in sorted(scored.groups)[-1:]]
     if context.twin == "":
         tried.append("of the twin")
     positive = positive or context.twin
@@ -192,15 +189,15 @@ def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) ->
     control = statistics.auc(attacks.base_loss(inside), attacks.base_loss(outside), CONFIDENCE)
     scores = {PRIMARY_ATTACK: (scored.calibrated(inside), scored.calibrated(outside))}
     scores |= {name: (attack(inside), attack(outside)) for name, attack in attacks.ATTACKS.items()}
-    for name, found in scored.scoring.by_token.items():
-        positive, negative = (np.array([found[row.canary_id] for row in side]) for side in (inside, outside))
+    for name, score in scored.scoring.by_token.items():
+        positive, negative = (np.array([score[row.canary_id] for row in side]) for side in (inside, outside))
         scores[name] = (positive, negative)
     shared: Json = {
         "group": group,
         "positives": len(inside),
         "negatives": len(outside),
         "confidence": CONFIDENCE,
-        **shown("base_control_auc", control),
+        **estimate_fields("base_control_auc", control),
         "limits": limits,
     }
     return {name: {**shared, **separation(*sides)} for name, sides in scores.items()}
@@ -208,10 +205,10 @@ def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) ->
 
 def separation(positives: Floats, negatives: Floats) -> Json:
     """How well a score separates: AUC and true positive rates with intervals; None where there are too few of a side."""
-    values = shown("auc", statistics.auc(positives, negatives, CONFIDENCE))
+    values = estimate_fields("auc", statistics.auc(positives, negatives, CONFIDENCE))
     for fpr, name in ((0.01, "1_percent"), (0.001, "0.1_percent")):
         rate = statistics.tpr_at_fpr(positives, negatives, fpr, CONFIDENCE)
-        values |= shown(f"tpr_at_{name}_fpr", rate)
+        values |= estimate_fields(f"tpr_at_{name}_fpr", rate)
     return values
 
 
@@ -223,10 +220,10 @@ def _exposure(rows: Sequence[CanaryScores], references: Sequence[CanaryScores] |
     inside, outside = attacks.members(rows), attacks.held_out(rows)
     if not references:
         references, outside = outside, []
-    known = attacks.loss(references)
-    bits = statistics.exposure(attacks.loss(inside), known)
+    reference_scores = attacks.loss(references)
+    bits = statistics.exposure(attacks.loss(inside), reference_scores)
     base_bits = statistics.exposure(attacks.base_loss(inside), attacks.base_loss(references))
-    held_out_bits = statistics.exposure(attacks.loss(outside), known)
+    held_out_bits = statistics.exposure(attacks.loss(outside), reference_scores)
     return {
         "inserted": len(inside),
         "mean": _mean(bits),
@@ -259,8 +256,8 @@ def levels(sizes: Mapping[int, int], claim: Claim, alpha: float) -> dict[int, fl
     """
     tested = [1]
     for group in sorted(size for size in sizes if size > 1):
-        target, ways = claim.of(group), default_ways(sizes[group])
-        if one_run_ceiling(sizes[group], delta=target.delta, alpha=alpha / len(sizes), **ways) > target.epsilon:
+        target, grids = claim.of(group), default_ways(sizes[group])
+        if one_run_ceiling(sizes[group], delta=target.delta, alpha=alpha / len(sizes), **grids) > target.epsilon:
             tested.append(group)
     return dict.fromkeys(tested, alpha / len(tested))
 
@@ -290,19 +287,19 @@ def judge(
         gradient: What gradient canaries show; None: there were none.
         tried: Which canaries the attack was tried on.
     """
-    shown = f"lower bound {bound.value:.3g} at confidence {1 - bound.alpha:.4g}"
+    evidence = f"lower bound {bound.value:.3g} at confidence {1 - bound.alpha:.4g}"
     if claim is None:
-        return "no_claim", f"The run makes no privacy claim; epsilon {shown}, delta {bound.delta:g}."
+        return "no_claim", f"The run makes no privacy claim; epsilon {evidence}, delta {bound.delta:g}."
     claimed = f"the claimed epsilon {claim.epsilon:.3g} (delta {claim.delta:g}, unit {claim.unit})"
     if wrong := _contradiction(gradient, claim.epsilon):
         return "falsified", f"{wrong}, so {claimed} does not hold."
     # Coins that the words or the base model give away were no coins, and without coins there is no theorem.
     if failed := _failed(controls):
-        return "inconclusive", f"The {shown}, and the audit cannot be trusted: {failed}."
+        return "inconclusive", f"The {evidence}, and the audit cannot be trusted: {failed}."
     if gradient is not None and not bound.num_canaries:
         return _by_gradient(gradient, controls, claim.epsilon, claimed)
     if bound.value > claim.epsilon:
-        return "falsified", f"The {shown} exceeds {claimed}."
+        return "falsified", f"The {evidence} exceeds {claimed}."
     for group, test in repeated.items():
         if test.refuted:
             return "falsified", (
@@ -313,28 +310,27 @@ def judge(
         return "inconclusive", weak
     if controls.positive is None:
         return "inconclusive", (
-            f"The {shown} does not exceed {claimed}, but the attack was seen to work nowhere"
+            f"The {evidence} does not exceed {claimed}, but the attack was seen to work nowhere"
             + (f", not on the canaries {' nor on those '.join(tried)}" if tried else "")
             + ", so finding nothing means nothing. Plant more canaries 32 times (audit.canaries.groups), train longer, or "
             "attack a twin that was trained without privacy and remembers them."
         )
     return "consistent", (
-        f"The {shown} does not exceed {claimed}. A perfect attack on these canaries would have shown "
+        f"The {evidence} does not exceed {claimed}. A perfect attack on these canaries would have shown "
         f"{bound.ceiling:.3g}; stronger attacks or more canaries may show more. {_seen(controls.positive, gradient)}"
     )
 
 
 def _by_gradient(gradient: GradientAudit, controls: Controls, epsilon: float, claimed: str) -> tuple[str, str]:
-    """The verdict where no text was planted, and no contradiction found."""
-    asked = "No canary of text was planted, so that nothing was asked of the weights."
+    scope = "No canary of text was planted, so that nothing was asked of the weights."
     if gradient.ceiling < epsilon / 4 or controls.positive is None:
         return "inconclusive", (
-            f"{asked} Of {claimed} the gradient canaries could have shown {gradient.ceiling:.3g} at most, and the attack "
+            f"{scope} Of {claimed} the gradient canaries could have shown {gradient.ceiling:.3g} at most, and the attack "
             f"on them was{'' if controls.positive else ' not'} seen to work; more of them are needed, or more steps."
         )
     return "consistent", (
         f"The lower bound {gradient.epsilon_lower_bound:.3g} of the gradient canaries, for an observer of every step, does not "
-        f"exceed {claimed}. {asked} {_seen(controls.positive, gradient)}"
+        f"exceed {claimed}. {scope} {_seen(controls.positive, gradient)}"
     )
 
 

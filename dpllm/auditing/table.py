@@ -67,8 +67,8 @@ class TokenTable:
         """The same of the secrets' tokens alone."""
         assert self.secret_N is not None
         names = [field.name for field in fields(self) if field.name.endswith("_N")]
-        kept = {name: getattr(self, name)[self.secret_N] for name in names}
-        return replace(self, **kept)
+        columns = {name: getattr(self, name)[self.secret_N] for name in names}
+        return replace(self, **columns)
 
     def starts(self) -> NDArray[np.int64]:
         """Shape (S,): where each sequence begins."""
@@ -89,8 +89,8 @@ class TokenTable:
 
     def by_canary(self, values_S: NDArray[np.float64]) -> dict[str, float]:
         """The value of each canary; of a pair, that of its chosen answer less that of its rejected one."""
-        found = dict(zip(self.canary_ids, values_S.tolist(), strict=True))
-        return {name: value - found.get(name + REJECTED, 0.0) for name, value in found.items() if name[-1:] != REJECTED}
+        sums = dict(zip(self.canary_ids, values_S.tolist(), strict=True))
+        return {name: value - sums.get(name + REJECTED, 0.0) for name, value in sums.items() if name[-1:] != REJECTED}
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,8 @@ def write_tokens(table: TokenTable, path: Path) -> None:
     content, written = io.BytesIO(), pyarrow.table(columns)
     # Log-probabilities are float32 in float64: split into bytes, half of them are zeros.
     floats = {field.name: "BYTE_STREAM_SPLIT" for field in written.schema if field.type == pyarrow.float64()}
-    others = [name for name in written.column_names if name not in floats]
-    parquet.write_table(written, content, compression="zstd", use_dictionary=others, column_encoding=floats)
+    compressed = [name for name in written.column_names if name not in floats]
+    parquet.write_table(written, content, compression="zstd", use_dictionary=compressed, column_encoding=floats)
     write_whole(path, content.getvalue())
 
 

@@ -25,19 +25,19 @@ Json = Mapping[str, Any]
 def table(report: Summary) -> Group:
     """A report for the terminal, readable at 80 columns: the verdict, one row for each finding, attacks and secrets."""
     claim, gradient, groups = report.claim, report.gradient, report.by_group()
-    beside = f", beside ε = {bound(claim.epsilon)} claimed" if claim else ""
+    claimed = f", beside ε = {bound(claim.epsilon)} claimed" if claim else ""
     rows = audit_rows.findings(
         report.epsilon_lower_bound,
         report.controls,
         gradient,
-        beside=beside,
+        beside=claimed,
         thing="row" if claim and claim.unit == "example" else "unit",
         planned=gradient.steps if gradient else 0,
     )
-    attacks = [(name, one) for group in by_number(groups) for name, one in groups[group].items()]
+    attacks = [(name, attack) for group in by_number(groups) for name, attack in groups[group].items()]
     findings = Table.grid(padding=(0, 2, 0, 0))
     findings.add_column(max_width=24)
-    for row in (*rows, *_more(report)):
+    for row in (*rows, *_repeated_groups(report)):
         findings.add_row(row.label, Text.assemble(row.value, " ", (row.meaning, "dim")))
     return Group(
         Text.assemble((f"Audit: {report.verdict}", "bold"), "\n", report.verdict_reason, "\n"),
@@ -46,25 +46,23 @@ def table(report: Summary) -> Group:
     )
 
 
-def _attacks(found: list[tuple[str, Attack]]) -> Table:
-    """Attacks on each group below a line that names it."""
-    told = audit_rows.attacks(found)
-    result, before = _columns("Attack", *told.header[2:6]), ""
-    for name, group, *cells, _ in told.rows:
-        if group != before:
+def _attacks(attacks: list[tuple[str, Attack]]) -> Table:
+    rows = audit_rows.attacks(attacks)
+    result, previous = _columns("Attack", *rows.header[2:6]), ""
+    for name, group, *cells, _ in rows.rows:
+        if group != previous:
             result.add_section()
             result.add_row(f"planted {_times(group)}", style="bold")
         result.add_row(name, *cells)
-        before = group
+        previous = group
     return result
 
 
 def _secrets(report: Summary) -> Table:
-    """What became of secrets: the columns of the card, one below the other."""
-    told = audit_rows.secrets(report.exposure, report.extraction)
-    result = _columns(told.header[0], *(row[0] for row in told.rows))
-    for number, label in enumerate(told.header[1:], start=1):
-        result.add_row(label, *(row[number] for row in told.rows))
+    rows = audit_rows.secrets(report.exposure, report.extraction)
+    result = _columns(rows.header[0], *(row[0] for row in rows.rows))
+    for number, label in enumerate(rows.header[1:], start=1):
+        result.add_row(label, *(row[number] for row in rows.rows))
     return result
 
 
@@ -72,18 +70,17 @@ def _columns(*header: str) -> Table:
     return Table(*header, box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
 
 
-def _more(report: Summary) -> Iterator[Row]:
-    """What the card leaves out."""
+def _repeated_groups(report: Summary) -> Iterator[Row]:
     for group in by_number(report.repeated):
-        seen = report.repeated[group]
-        if seen.test and seen.claim:
-            allowed = f"beside ε = {bound(seen.claim.epsilon)} allowed for so many copies."
-            yield Row(f"Lower bound, planted {_times(group)}", measured(seen.test.value), allowed)
+        group_summary = report.repeated[group]
+        if group_summary.test and group_summary.claim:
+            allowed = f"beside ε = {bound(group_summary.claim.epsilon)} allowed for so many copies."
+            yield Row(f"Lower bound, planted {_times(group)}", measured(group_summary.test.value), allowed)
     if report.sampling:
         for group in by_number(report.sampling):
             needed = report.sampling[group].all_tokens.median_attempts
-            others = f"base model {_attempts(needed.base)}, left out {_attempts(needed.held_out)}."
-            yield Row(f"Samples for an even chance, {_times(group)}", f"{_attempts(needed.inserted)};", others)
+            controls = f"base model {_attempts(needed.base)}, left out {_attempts(needed.held_out)}."
+            yield Row(f"Samples for an even chance, {_times(group)}", f"{_attempts(needed.inserted)};", controls)
     if not isinstance(report, AuditRecord):
         return
     if report.claim and not report.published and not report.canaries.references:
@@ -99,18 +96,17 @@ def _more(report: Summary) -> Iterator[Row]:
 
 
 def _shadows(shadows: Json) -> Iterator[Row]:
-    """AUC of the attack that compares with shadow runs, and what many runs prove."""
-    seen = {group: attacks["lira"] for group, attacks in shadows["attacks"].items()}
+    lira = {group: attacks["lira"] for group, attacks in shadows["attacks"].items()}
     areas = [
-        f"{_times(group)} {estimate(seen[group]['auc'], seen[group]['auc_interval'])}" for group in by_number(seen)
+        f"{_times(group)} {estimate(lira[group]['auc'], lira[group]['auc_interval'])}" for group in by_number(lira)
     ]
     yield Row(f"AUC of lira, {shadows['shadows']} shadow runs", "; ".join(areas) or "-", "")
-    many = shadows["many_runs"]
-    if many["value"] is None:
+    runs = shadows["many_runs"]
+    if runs["value"] is None:
         yield Row("Lower bound, from many runs", "too few runs", "")
     else:
         yield Row(
-            "Lower bound, from many runs", measured(many["value"]), f"They could show {measured(many['ceiling'])}."
+            "Lower bound, from many runs", measured(runs["value"]), f"They could show {measured(runs['ceiling'])}."
         )
 
 
@@ -131,15 +127,15 @@ def members_table(report: Json) -> Table:
         title=f"Members and others: {report['word']}",
         caption=f"{report['reason']} {report['note']}",
     )
-    for name, seen in report["scores"].items():
-        rate = seen["tpr_at_1_percent_fpr"]
+    for name, attack in report["scores"].items():
+        rate = attack["tpr_at_1_percent_fpr"]
         result.add_row(
             name,
-            estimate(seen["auc"], seen["auc_interval"]),
-            "too few others" if rate is None else estimate(rate, seen["tpr_at_1_percent_fpr_interval"], 3),
+            estimate(attack["auc"], attack["auc_interval"]),
+            "too few others" if rate is None else estimate(rate, attack["tpr_at_1_percent_fpr_interval"], 3),
         )
     result.add_section()
     for name, control in (("base model", "base_model"), ("words alone, no model", "blind")):
-        seen = report["controls"][control]
-        result.add_row(f"control: {name}", estimate(seen["auc"], seen["auc_interval"]), "")
+        attack = report["controls"][control]
+        result.add_row(f"control: {name}", estimate(attack["auc"], attack["auc_interval"]), "")
     return result

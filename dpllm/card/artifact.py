@@ -108,7 +108,7 @@ def model_rules(statement: PrivacyRecord) -> dict[str, bool]:
     """
     plan, steps, files = statement.plan, statement.steps, statement.files
     released = "adapter weights" if "adapter_model.safetensors" in files else "model weights"
-    known = {
+    provided = {
         "there are no weights": any(name.endswith(".safetensors") for name in files),
         f"the released files are {released}": statement.merged_from is not None or statement.released == released,
         "steps.taken is more than planned": steps.taken <= steps.planned,
@@ -120,30 +120,27 @@ def model_rules(statement: PrivacyRecord) -> dict[str, bool]:
     }
     if plan is not None:
         coefficients = plan.coefficients
-        known |= {
+        provided |= {
             "coefficients are not the best of any schedule": not coefficients
             or banded.near_best(coefficients, plan.num_steps),
             "steps.planned is not the Plan's num_steps": steps.planned == plan.num_steps,
             "epsilon is above target_epsilon": plan.epsilon <= plan.target_epsilon,
         }
-    if drawn := statement.randomness:
-        secure = drawn.generator == CRYPTOGRAPHIC
-        known[f"randomness.secure_noise is not true of {drawn.generator}"] = drawn.secure_noise == secure
-    return known
+    if randomness := statement.randomness:
+        secure = randomness.generator == CRYPTOGRAPHIC
+        provided[f"randomness.secure_noise is not true of {randomness.generator}"] = randomness.secure_noise == secure
+    return provided
 
 
 def _promise(statement: PrivacyRecord) -> Promise:
-    """What a statement promises, and what that is charged with and added to."""
-    plan, words = statement.plan, "no Plan is stated"
+    plan, summary = statement.plan, "no Plan is stated"
     if plan is not None:
-        how = " of groups in turn, with banded noise" if plan.coefficients else ""
+        turns = " of groups in turn, with banded noise" if plan.coefficients else ""
         sizes = f"N {plan.dataset_size}, batch {plan.expected_batch_size}, {plan.num_steps} steps"
-        words = (
-            f"{plan.definition}, {plan.trust_model}, DP-SGD over Poisson samples{how}; {sizes} and noise give the event"
-        )
+        summary = f"{plan.definition}, {plan.trust_model}, DP-SGD over Poisson samples{turns}; {sizes} and noise give the event"
     return Promise(
         plan,
-        words,
+        summary,
         reason=None if statement.guarantee else statement.reason,
         units=plan.dataset_size - plan.canary_slots if plan else 1,
         lattice=statement.randomness.lattice if statement.randomness else None,

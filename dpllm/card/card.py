@@ -63,15 +63,15 @@ def write_card(run: RunDir, describe: Path | None = None) -> Path:
         ConfigError: A file is missing or not what the run wrote, the run was refused, a private file lies in export/audit, or the
             audit belongs to other weights.
     """
-    made = rendered(run, describe)
+    texts = rendered(run, describe)
     if describe is not None:
         write_whole(run.describe, describe.read_bytes())
-    before = {name: run.export / name for name in made}
-    if any(not path.exists() or path.read_bytes() != made[name].encode() for name, path in before.items()):
+    previous = {name: run.export / name for name in texts}
+    if any(not path.exists() or path.read_bytes() != texts[name].encode() for name, path in previous.items()):
         (run.export / SIGNATURE).unlink(missing_ok=True)
-    if tradeoff_figure.FILE not in made:
+    if tradeoff_figure.FILE not in texts:
         (run.export / tradeoff_figure.FILE).unlink(missing_ok=True)
-    for name, text in made.items():
+    for name, text in texts.items():
         write_whole(run.export / name, text)
     return run.export / CARD
 
@@ -101,7 +101,7 @@ def rendered(run: RunDir, describe: Path | None = None) -> dict[str, str]:
         )
     statistics = read_json(describe or run.describe) if describe or run.describe.exists() else None
     audits = {f"audit/{name}": digest for name, digest in hashes(run.export / "audit").items()}
-    if copied := [name for name in audits if _private(run, run.export / name)]:
+    if copied := [name for name in audits if _is_copy_of_private(run, run.export / name)]:
         raise ConfigError(
             f"{run.export}: {copied[0]} holds what a file in private/ holds, and would be published with the card. Remove it, "
             "and type the command again."
@@ -111,31 +111,30 @@ def rendered(run: RunDir, describe: Path | None = None) -> dict[str, str]:
     return pages(config, record, statement, {**record.artifacts, **audits})
 
 
-def _private(run: RunDir, path: Path) -> bool:
-    """Whether a file holds what a file in private/ holds."""
+def _is_copy_of_private(run: RunDir, path: Path) -> bool:
     size = path.stat().st_size
-    there = (file for file in run.private.rglob("*") if file.is_file() and file.stat().st_size == size)
-    return any(filecmp.cmp(file, path, shallow=False) for file in there)
+    candidates = (file for file in run.private.rglob("*") if file.is_file() and file.stat().st_size == size)
+    return any(filecmp.cmp(file, path, shallow=False) for file in candidates)
 
 
-def pages(config: RunConfig, record: RunRecord, statement: PrivacyRecord, beside: Mapping[str, str]) -> dict[str, str]:
+def pages(config: RunConfig, record: RunRecord, statement: PrivacyRecord, others: Mapping[str, str]) -> dict[str, str]:
     """README.md, privacy.json and, with a guarantee, privacy.svg of a statement, by name.
 
     Args:
         config: The resolved recipe.
         record: ``run.json``.
         statement: With ``merged_from`` the card is that of a whole model.
-        beside: SHA-256 of the other files, by path; the statement is made to name them and the figure.
+        others: SHA-256 of the other files, by path; the statement is made to name them and the figure.
 
     Raises:
         ConfigError: A text of the recipe holds one of the card's markers.
     """
-    made, listed = {}, dict(beside)
+    texts, listed = {}, dict(others)
     if statement.guarantee:
-        made[tradeoff_figure.FILE] = tradeoff_figure.figure(statement.plan)
-        listed[tradeoff_figure.FILE] = hashlib.sha256(made[tradeoff_figure.FILE].encode()).hexdigest()
+        texts[tradeoff_figure.FILE] = tradeoff_figure.figure(statement.plan)
+        listed[tradeoff_figure.FILE] = hashlib.sha256(texts[tradeoff_figure.FILE].encode()).hexdigest()
     statement = statement.model_copy(update={"files": dict(sorted(listed.items()))})
-    return {**made, CARD: compose(config, record, statement), BLOCK: dump_statement(statement.to_json())}
+    return {**texts, CARD: compose(config, record, statement), BLOCK: dump_statement(statement.to_json())}
 
 
 def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> str:
@@ -213,7 +212,7 @@ def _tidy(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", lines).strip("\n")
 
 
-def page(template: str, front: CardData, parts: Mapping[str, str], config: RunConfig, **given: Any) -> str:
+def page(template: str, front: CardData, parts: Mapping[str, str], config: RunConfig, **context: Any) -> str:
     """A card of a model or of a data set, which reads back as it was written.
 
     Raises:
@@ -224,15 +223,15 @@ def page(template: str, front: CardData, parts: Mapping[str, str], config: RunCo
         w=formatting,
         config=config,
         title=section.escaped(" ".join((config.card.title or names.last_part(config.output_dir)).split())),
-        **given,
+        **context,
     )
     text = f"---\n{yaml_of(front)}\n---\n" + re.sub(r"\n{3,}", "\n\n", body.strip("\n")) + "\n"
     try:
-        whole = section.parts(text, tuple(parts)) == parts and not section.ambiguous(text)
-        whole = whole and section.front_matter(text)["privacy"] == front["privacy"]
+        is_complete = section.parts(text, tuple(parts)) == parts and not section.ambiguous(text)
+        is_complete = is_complete and section.front_matter(text)["privacy"] == front["privacy"]
     except ConfigError:
-        whole = False
-    if not whole:
+        is_complete = False
+    if not is_complete:
         raise ConfigError(
             "the card does not read back as it was written, so it could not be verified. Change card.license, card.language "
             "or card.tags, whose text looks like a part of the card."
@@ -245,11 +244,11 @@ def matter(record: PrivacyRecord) -> Json:
     return {**fields(record, _MAIN), "statement": BLOCK, "sha256": digest(record.to_json())}
 
 
-def fields(record: PrivacyRecord, wanted: Sequence[str]) -> Json:
+def fields(record: PrivacyRecord, names: Sequence[str]) -> Json:
     """Those of a statement and of the Plan that it guarantees; names that it does not have are left out."""
     statement = record.to_json()
-    known = {**statement.get("plan", {}), **statement}
-    return {name: known[name] for name in wanted if name in known}
+    available = {**statement.get("plan", {}), **statement}
+    return {name: available[name] for name in names if name in available}
 
 
 def dump_statement(statement: Json) -> str:
@@ -267,8 +266,8 @@ def _front_matter(config: RunConfig, statement: PrivacyRecord, base_model: str |
 
     holds, lora = statement.guarantee, isinstance(config.adapter, LoraConfig)
     # A search for models with differential privacy must not find those that have none.
-    own = [tag for tag in config.card.tags if holds or tag not in DP_TAGS]
-    tags = [*(DP_TAGS if holds else ()), "dpllm", *(["lora"] if lora else []), *own]
+    authors_tags = [tag for tag in config.card.tags if holds or tag not in DP_TAGS]
+    tags = [*(DP_TAGS if holds else ()), "dpllm", *(["lora"] if lora else []), *authors_tags]
     data = config.data
     of_hub = [name for name in names.listed(data.train) if data.public and "/" in name and names.is_hub_id(name)]
     return ModelCardData(

@@ -157,8 +157,8 @@ def epsilon(record: Inference) -> float:
 
 def recognised(record: Inference) -> float:
     """The largest share of units that any test of all that was released recognises, if it is wrong about 1% of the others."""
-    most = record.limits.tpr_at_fpr_0_01
-    return min(attacker_limits(epsilon(record), record.delta)["tpr_at_fpr_0.01"], 1.0 if most is None else most)
+    limit = record.limits.tpr_at_fpr_0_01
+    return min(attacker_limits(epsilon(record), record.delta)["tpr_at_fpr_0.01"], 1.0 if limit is None else limit)
 
 
 def write_inference_card(directory: Path, config: RunConfig, record: Inference) -> Path:
@@ -200,16 +200,16 @@ def front_matter(record: Inference) -> Json:
 
 
 def _rules(record: Inference) -> dict[str, bool]:
-    statistics, least, event = record.statistics, eta(record), record.event
-    most = least * (1 + MOST_ABOVE)
+    statistics, min_range, event = record.statistics, eta(record), record.event
+    max_range = min_range * (1 + MOST_ABOVE)
     counted, lineage = record.neighbouring_relation == "zero_out", record.lineage
     shares = layouts.shares_of(record.control) if record.control else None
     public = synthetic.declared_sides(record.data_public, record.eval_public)
     return {
         **synthetic.rules_of_rows(record, record.texts, ["text"], statistics),
         f"the event is {event.count} draws of range {event.range:.12g}, but {record.max_new_tokens} tokens are stated, and "
-        f"2 C / (B tau) is {float(least):.12g}": event.count == record.max_new_tokens
-        and least <= Fraction(event.range) <= most,
+        f"2 C / (B tau) is {float(min_range):.12g}": event.count == record.max_new_tokens
+        and min_range <= Fraction(event.range) <= max_range,
         "all batches have more units than there are, so that some would vote twice": not counted
         or record.texts * record.batch_size <= record.num_units,
         "shares is not the statistic of the control columns": record.shares == shares,

@@ -42,6 +42,6 @@ def entry(statement: PrivacyRecord, config: RunConfig) -> str:
         description=config.card.description,
         digest=digest(statement.to_json()),
     )
-    made = yaml.safe_load(text)
-    made["deployment"]["privacy_loss"]["privacy_parameters"] = {"epsilon": plan.epsilon, "delta": plan.delta}
-    return yaml.safe_dump(made, sort_keys=False, allow_unicode=True, width=100)
+    parsed = yaml.safe_load(text)
+    parsed["deployment"]["privacy_loss"]["privacy_parameters"] = {"epsilon": plan.epsilon, "delta": plan.delta}
+    return yaml.safe_dump(parsed, sort_keys=False, allow_unicode=True, width=100)

@@ -140,9 +140,9 @@ def epsilon(statement: PrivacyRecord) -> float | None:
     if statement.plan is None or not statement.guarantee:
         return None
     lineage, released = statement.lineage, statement.statistics
-    before = lineage.composed if lineage else None
-    if before is not None:
-        return before.epsilon + (released.pure if released else 0.0)
+    composed = lineage.composed if lineage else None
+    if composed is not None:
+        return composed.epsilon + (released.pure if released else 0.0)
     return total(statement.plan.epsilon, released)
 
 
@@ -167,9 +167,9 @@ def recognised(statement: PrivacyRecord) -> float | None:
     if plan is None or total is None:
         return None
     alone = attacker_limits(total, plan.delta)["tpr_at_fpr_0.01"]
-    before = lineage is not None and lineage.composed is not None  # whose events are in no curve
-    beside = released.pure if released else 0.0
-    return min(alone, 1.0 if before else tradeoff_figure.recognised(plan, beside))
+    has_lineage = lineage is not None and lineage.composed is not None  # whose events are in no curve
+    statistics_epsilon = released.pure if released else 0.0
+    return min(alone, 1.0 if has_lineage else tradeoff_figure.recognised(plan, statistics_epsilon))
 
 
 def of_run(statement: PrivacyRecord) -> dict[str, str]:
@@ -213,11 +213,11 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
 
 def _check_origin(directory: Path, stored: Json, record: Synthetic, statement: PrivacyRecord) -> None:
     """Refuses the card of a run that was trained again, or that shows another draw of the shares, since the rows were written."""
-    named, before = (stored.get("files") or {}).get(MODEL_BLOCK), directory / MODEL_BLOCK
+    named, path = (stored.get("files") or {}).get(MODEL_BLOCK), directory / MODEL_BLOCK
     if named in (None, record.files[MODEL_BLOCK]):
         return
-    kept = before.is_file() and sha256(before) == named
-    if not kept or _origin(record, privacy_record.read(read_json(before))) != _origin(record, statement):
+    unchanged = path.is_file() and sha256(path) == named
+    if not unchanged or _origin(record, privacy_record.read(read_json(path))) != _origin(record, statement):
         raise ConfigError(
             f"{directory}: other weights, or another release of the shares, wrote these rows than the run's card speaks of, and "
             "its epsilon is not theirs. Put the former run and card back; or remove the folder, and type dpllm synthesize again."
@@ -228,7 +228,7 @@ def _origin(record: Synthetic, statement: PrivacyRecord) -> object:
     """What rows are a function of, beside public prompts: the weights, and the release that says how often to ask for codes."""
     weights = {name: digest for name, digest in statement.files.items() if name.endswith(".safetensors")}
     released = statement.statistics.releases if statement.statistics else ()
-    return weights, [one for one in released if one.statistic == record.shares]
+    return weights, [release for release in released if release.statistic == record.shares]
 
 
 def whole_page(config: RunConfig, record: Written, front: Json, parts: Mapping[str, str]) -> str:
@@ -262,29 +262,29 @@ def render(record: Synthetic, statement: PrivacyRecord) -> dict[str, str]:
     )
 
 
-def context(record: Written, epsilon: float | None, most: float | None) -> Json:
+def context(record: Written, epsilon: float | None, limit: float | None) -> Json:
     """What the marked part of any rows is filled with: epsilon of all in the folder, and the most that a test recognises."""
-    own = {"w": formatting, "s": record, "epsilon": epsilon, "most": most, "digest": card.digest(record.to_json())}
-    return {**own, **tables(record.quality)}
+    values = {"w": formatting, "s": record, "epsilon": epsilon, "most": limit, "digest": card.digest(record.to_json())}
+    return {**values, **tables(record.quality)}
 
 
 def tables(quality: Quality | None) -> Json:
     """``beside``: what several sides have, and the figure of each side; ``scores``: the others, with limits if they have any."""
     figures: Mapping[str, float | None] = quality.figures if quality else {}
-    beside: dict[str, dict[str, float | None]] = {}
+    rows: dict[str, dict[str, float | None]] = {}
     for name, value in figures.items():
-        what, _, side = name.rpartition(": ")
+        subject, _, side = name.rpartition(": ")
         if side in SIDES:
-            beside.setdefault(what, {})[side] = value
+            rows.setdefault(subject, {})[side] = value
     limits = {name: (f"{name}, low", f"{name}, high") for name in figures}
     limits = {name: both for name, both in limits.items() if figures.keys() >= {*both}}
-    left = figures.keys() - {end for both in limits.values() for end in both}
+    shown_names = figures.keys() - {end for both in limits.values() for end in both}
     scores = {
         name: (figures[name], [figures[end] for end in limits.get(name, ())])
-        for name in left
+        for name in shown_names
         if name.rpartition(": ")[2] not in SIDES
     }
-    return {"sides": SIDES, "beside": beside, "scores": scores}
+    return {"sides": SIDES, "beside": rows, "scores": scores}
 
 
 def front_matter(record: Synthetic, statement: PrivacyRecord) -> Json:
@@ -315,14 +315,14 @@ def codes(record: Written, released: Statistics | None) -> set[str] | None:
     return set(released.positive(record.shares)) if released else set()
 
 
-def rules_of_rows(record: Written, drawn: int, texts: Sequence[str], released: Statistics | None) -> dict[str, bool]:
+def rules_of_rows(record: Written, draws: int, texts: Sequence[str], released: Statistics | None) -> dict[str, bool]:
     """What has to hold of any such record: so many texts were ``drawn``, and stand in the columns ``texts``."""
-    shown = {one.statistic for one in released.releases} if released else set()
+    statistics = {release.statistic for release in released.releases} if released else set()
     return {
-        "texts are not the rows and what was dropped": record.rows + sum(record.dropped.values()) == drawn,
+        "texts are not the rows and what was dropped": record.rows + sum(record.dropped.values()) == draws,
         "a column stands twice": len(set(record.columns)) == len(record.columns),
         f"columns are not those of control and {', '.join(texts)}": record.columns == (*record.control, *texts),
-        "shares names no statistic that is shown": record.shares is None or record.shares in shown,
+        "shares names no statistic that is shown": record.shares is None or record.shares in statistics,
     }
 
 
@@ -342,12 +342,12 @@ def _rules(folder: DataSet) -> dict[str, bool]:
 
 def reads(figure: str) -> set[str]:
     """The sides that a figure of quality is computed from, by its name; what nobody here names so may read all."""
-    what, _, side = figure.rpartition(": ")
+    subject, _, side = figure.rpartition(": ")
     if side in SIDES:
         return {side}
     ends = {" by TSTR": "evaluation", " by the commonest value": "evaluation"}
     ends |= {f" of any {rows} row": rows for rows in ("training", "evaluation")}
-    return next(({rows} for end, rows in ends.items() if (what or figure).endswith(end)), {*SIDES})
+    return next(({rows} for end, rows in ends.items() if (subject or figure).endswith(end)), {*SIDES})
 
 
 def public_sides(statement: PrivacyRecord) -> set[str]:

@@ -258,7 +258,7 @@ def totals(ledger: Ledger, dataset: str) -> list[str]:
         fit = ""
         if account.runs:
             last = account.runs[-1]
-            fit = f"; {admission.how_many(account, last.event)} more like run {last.reservation.run} fit"
+            fit = f"; {admission.runs_that_fit(account, last.event)} more like run {last.reservation.run} fit"
         lines.append(f"{used_in_words(share, budget)}{fit}.")
     else:
         spent = ledger.spent(dataset)

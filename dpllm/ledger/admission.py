@@ -46,7 +46,7 @@ def filter_allowance(budget: Budget) -> float:
 
 def filter_spent(account: Account, order: float) -> float:
     """The Renyi divergence at ``order`` of everything that counts; infinite where an event has none."""
-    counted = [*account.imports, *(run.kept for run in account.runs)]
+    counted = [*account.imports, *(run.counted_event for run in account.runs)]
     return math.fsum(divergence(event, order) for event in counted)
 
 
@@ -57,9 +57,9 @@ def divergence(event: Event, order: float) -> float:
     return renyi.divergence(parts_of(event), order) if "rdp" in accountants(event) else math.inf
 
 
-def delta_imported(account: Account, *wanted: Event) -> float:
+def delta_imported(account: Account, *events: Event) -> float:
     """The deltas of imported runs, wherever they stand."""
-    return math.fsum(map(imported_delta, (*account.imports, *wanted, *(run.event for run in account.runs))))
+    return math.fsum(map(imported_delta, (*account.imports, *events, *(run.event for run in account.runs))))
 
 
 def filter_left(account: Account) -> renyi.Fit | None:
@@ -67,12 +67,12 @@ def filter_left(account: Account) -> renyi.Fit | None:
     budget = account.budget
     if budget is None or budget.order is None:
         return None
-    nothing = account.final or delta_imported(account) > budget.import_delta
-    left = -math.inf if nothing else filter_allowance(budget) - filter_spent(account, budget.order)
-    return renyi.Fit(budget.order, left)
+    exhausted = account.final or delta_imported(account) > budget.import_delta
+    allowance = -math.inf if exhausted else filter_allowance(budget) - filter_spent(account, budget.order)
+    return renyi.Fit(budget.order, allowance)
 
 
-def used(account: Account, *wanted: Event) -> float | None:
+def used(account: Account, *events: Event) -> float | None:
     """The share of a budget that is used, with ``wanted`` if given, 1 at most but for imports.
 
     None without a budget, and where the account is closed by a final reservation, whose exact total says all.
@@ -80,13 +80,13 @@ def used(account: Account, *wanted: Event) -> float | None:
     budget = account.budget
     if budget is None or budget.order is None or account.final:
         return None
-    if delta_imported(account, *wanted) > budget.import_delta:
+    if delta_imported(account, *events) > budget.import_delta:
         return math.inf
-    spent = math.fsum([filter_spent(account, budget.order), *(divergence(event, budget.order) for event in wanted)])
-    whole = filter_allowance(budget)
-    if whole <= 0:
+    spent = math.fsum([filter_spent(account, budget.order), *(divergence(event, budget.order) for event in events)])
+    allowance = filter_allowance(budget)
+    if allowance <= 0:
         return math.inf if spent else 0.0
-    return spent / whole
+    return spent / allowance
 
 
 def refusal(account: Account, requests: Sequence[RunRequest]) -> str | None:
@@ -106,69 +106,69 @@ def _exact(budget: Budget, requests: Sequence[RunRequest]) -> float:
 
 
 def _over_exact(account: Account, requests: Sequence[RunRequest]) -> str | None:
-    whose, budget = f"dataset {account.dataset!r}", account.budget
+    subject, budget = f"dataset {account.dataset!r}", account.budget
     if account.used:
         return (
-            f"{whose} has runs or imports already, and only the first reservation may be final: one that was chosen after a "
+            f"{subject} has runs or imports already, and only the first reservation may be final: one that was chosen after a "
             "result is not covered by an exact total. Leave --final (privacy.final) out."
         )
     if budget is None or (total := _exact(budget, requests)) <= budget.epsilon:
         return None
     return (
-        f"{whose}: the exact total would be epsilon {total:.4f} at delta {budget.delta:g}, and the budget is {budget.epsilon:g}. "
-        "Ask for a smaller epsilon, more noise where the recipe sets it, or fewer steps."
+        f"{subject}: the exact total would be epsilon {total:.4f} at delta {budget.delta:g}, and the budget is "
+        f"{budget.epsilon:g}. Ask for a smaller epsilon, more noise where the recipe sets it, or fewer steps."
     )
 
 
 def _over_filter(account: Account, budget: Budget, requests: Sequence[RunRequest]) -> str | None:
-    left, whole = filter_left(account), filter_allowance(budget)
-    assert left is not None
-    whose, many = f"dataset {account.dataset!r}", len(requests)
+    remaining, allowance = filter_left(account), filter_allowance(budget)
+    assert remaining is not None
+    subject, count = f"dataset {account.dataset!r}", len(requests)
     if delta_imported(account, *(request.event for request in requests)) > budget.import_delta:
         return (
-            f"{whose}: imported runs spent more delta than the {budget.import_delta:g} that was set aside for them, so nothing "
+            f"{subject}: imported runs spent more delta than the {budget.import_delta:g} that was set aside for them, so nothing "
             "more is admitted. Use other data."
         )
-    costs = [divergence(request.event, left.order) for request in requests]
-    together = math.fsum(costs)
-    if together <= left.allowance:
+    costs = [divergence(request.event, remaining.order) for request in requests]
+    cost = math.fsum(costs)
+    if cost <= remaining.allowance:
         return None
-    if math.isinf(left.allowance):
+    if math.isinf(remaining.allowance):
         return (
-            f"{whose}: what was spent before its budget was set has no Renyi divergence at order {left.order:g}, so that nothing "
-            "more is admitted. Use other data."
+            f"{subject}: what was spent before its budget was set has no Renyi divergence at order {remaining.order:g}, so that "
+            "nothing more is admitted. Use other data."
         )
-    runs, it = ("this run", "it") if many == 1 else (f"these {many} runs", "them")
-    if math.isinf(together):
-        why = (
-            f"{runs} cannot be counted beside others: dpllm knows no Renyi divergence of {it} (data.sampling: example, or too "
-            "little noise)"
+    runs, pronoun = ("this run", "it") if count == 1 else (f"these {count} runs", "them")
+    if math.isinf(cost):
+        problem = (
+            f"{runs} cannot be counted beside others: dpllm knows no Renyi divergence of {pronoun} (data.sampling: example, or "
+            "too little noise)"
         )
         fix = "Set data.sampling: unit, raise privacy.noise_multiplier, or use other data, where it can be final."
     else:
-        taken = percent(together / whole) if whole > 0 else "more than all"
-        why = f"{used_in_words(used(account) or 0.0, budget)}, and {runs} would use {taken}"
+        share = percent(cost / allowance) if allowance > 0 else "more than all"
+        problem = f"{used_in_words(used(account) or 0.0, budget)}, and {runs} would use {share}"
         fix = "Ask for a smaller epsilon, more noise where the recipe sets it, or fewer steps; or use other data."
-        if left.order == renyi.SUM:
+        if remaining.order == renyi.SUM:
             fix = f"Ask for a smaller epsilon or fewer labels of one {budget.unit}."
-        elif left.allowance > 0.01 * whole:
+        elif remaining.allowance > 0.01 * allowance:
             fix += " For the largest epsilon that fits, a recipe has privacy.fit_budget: true."
-    alone = ""
-    if left.order != renyi.SUM and not account.used and (total := _exact(budget, requests)) <= budget.epsilon:
-        alone = (
-            f" With nothing after {it}, {runs} would fit, at epsilon {total:.4f} exactly: for that, type --final (a command's; "
-            "dpllm.Engine has none)."
+    final_advice = ""
+    if remaining.order != renyi.SUM and not account.used and (total := _exact(budget, requests)) <= budget.epsilon:
+        final_advice = (
+            f" With nothing after {pronoun}, {runs} would fit, at epsilon {total:.4f} exactly: for that, type --final (a "
+            "command's; dpllm.Engine has none)."
         )
-    return f"{whose}: {why}. {fix}{alone}"
+    return f"{subject}: {problem}. {fix}{final_advice}"
 
 
-def how_many(account: Account, *events: Event) -> int | None:
+def runs_that_fit(account: Account, *events: Event) -> int | None:
     """How many reservations like this one fit besides what there is; None without a budget."""
-    left = filter_left(account)
-    if left is None:
+    remaining = filter_left(account)
+    if remaining is None:
         return None
-    cost = math.fsum(divergence(event, left.order) for event in events)
-    return math.floor(max(0.0, left.allowance) / cost) if cost > 0 else 0
+    cost = math.fsum(divergence(event, remaining.order) for event in events)
+    return math.floor(max(0.0, remaining.allowance) / cost) if cost > 0 else 0
 
 
 def group_total(account: Account, name: str) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def group_total(account: Account, name: str) -> dict[str, Any]:
     return {"name": name, "runs": len(runs), "epsilon": total, "delta": delta}
 
 
-def comes_to(account: Account, spent: float, group: str | None) -> dict[str, Any]:
+def account_totals(account: Account, spent: float, group: str | None) -> dict[str, Any]:
     """What run.json and the card say of an account whose runs come to epsilon ``spent`` by PLD, and of a group of them."""
     budget, share = account.budget, used(account)
     if account.flaws():

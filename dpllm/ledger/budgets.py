@@ -34,59 +34,58 @@ def set_budget(ledger: Ledger, dataset: str, budget: Budget, *, records: Fingerp
         Refused: Another budget is set, by somebody else or with something spent; runs with another unit or relation are
             reserved, or a final one; or the data are those of another dataset.
     """
-    wanted = replace(budget, epsilon=float(budget.epsilon), delta=float(budget.delta), order=None)
-    check_budget(dataset, wanted)
+    new = replace(budget, epsilon=float(budget.epsilon), delta=float(budget.delta), order=None)
+    check_budget(dataset, new)
     ledger.refuse_if_tampered()
     with ledger.chain.writing():
         account = ledger.account(dataset)
         if account.dataset != dataset:
-            why = f"dataset {dataset!r} derives from {account.dataset!r}, to which it is charged. Set the budget of that one."
-            raise Refused(why, dataset=dataset, reason="derived")
+            problem = f"dataset {dataset!r} derives from {account.dataset!r}, to which it is charged. Set the budget of that one."
+            raise Refused(problem, dataset=dataset, reason="derived")
         if account.budget is None:
-            ledger.same_unit(dataset, wanted.unit, wanted.relation)
-            wanted = _beside_imports(account, wanted)
+            ledger.same_unit(dataset, new.unit, new.relation)
+            new = _setting_imports_aside(account, new)
         else:
-            wanted = _corrected(account, account.budget, wanted)
-        if wanted != account.budget:
-            wanted = replace(wanted, order=admission.order_of(wanted))
-            ledger.chain.append("budget", dataset, asdict(wanted))
+            new = _corrected(account, account.budget, new)
+        if new != account.budget:
+            new = replace(new, order=admission.order_of(new))
+            ledger.chain.append("budget", dataset, asdict(new))
         if records is not None:
             ledger.records.register(dataset, records, None)
-    return wanted
+    return new
 
 
-def _corrected(account: Account, present: Budget, wanted: Budget) -> Budget:
+def _corrected(account: Account, current: Budget, new: Budget) -> Budget:
     # What init chooses by itself does not make the same wish another budget.
-    asked = replace(wanted, by=present.by, reason=present.reason, order=present.order)
-    if account.used and asked.import_delta <= present.import_delta:
-        asked = replace(asked, import_delta=present.import_delta)
-    if asked == present:
-        return present
-    if wanted.by != present.by or account.used:
+    comparable = replace(new, by=current.by, reason=current.reason, order=current.order)
+    if account.used and comparable.import_delta <= current.import_delta:
+        comparable = replace(comparable, import_delta=current.import_delta)
+    if comparable == current:
+        return current
+    if new.by != current.by or account.used:
         raise Refused(
-            f"dataset {account.dataset!r} has a budget already: {present}. Only {present.by or 'its owner'} may correct it, and "
+            f"dataset {account.dataset!r} has a budget already: {current}. Only {current.by or 'its owner'} may correct it, and "
             "nobody once a run is reserved or imported: a budget that can be raised limits nothing. Keep it, or keep new data "
             "under a new name.",
             dataset=account.dataset,
             reason="budget_set",
         )
-    return wanted
+    return new
 
 
-def _beside_imports(account: Account, wanted: Budget) -> Budget:
-    """A budget of an account that may have runs or imports, whose delta it sets aside."""
+def _setting_imports_aside(account: Account, new: Budget) -> Budget:
     if account.final:
-        why = f"dataset {account.dataset!r} was closed for good by a final run, so there is nothing left to limit."
-        raise Refused(why, dataset=account.dataset, reason="closed")
+        problem = f"dataset {account.dataset!r} was closed for good by a final run, so there is nothing left to limit."
+        raise Refused(problem, dataset=account.dataset, reason="closed")
     imported = admission.delta_imported(account)
-    if not imported < wanted.delta:
+    if not imported < new.delta:
         raise Refused(
-            f"dataset {account.dataset!r}: imported runs spent a delta of {imported:g}, and {wanted.delta:g} for everything "
+            f"dataset {account.dataset!r}: imported runs spent a delta of {imported:g}, and {new.delta:g} for everything "
             "together leaves no room beside it. Set a larger --delta, or use other data.",
             dataset=account.dataset,
             reason="over_budget",
         )
-    return replace(wanted, import_delta=max(wanted.import_delta, imported))
+    return replace(new, import_delta=max(new.import_delta, imported))
 
 
 def import_run(
@@ -194,7 +193,7 @@ def reserve_all(
     requests = [replace(request, final=final) for request in requests]
     ledger.refuse_if_tampered()
 
-    def admitting() -> Account:
+    def admitting_account() -> Account:
         if once and records is not None:
             ledger.records.refuse_released(records)
         account = ledger.account(ledger.records.charged_to(dataset, derived_from))
@@ -203,25 +202,25 @@ def reserve_all(
             raise ConfigError(
                 f"tuning group {group!r} has its runs already, and they were fixed together. Resume the sweep, or start another."
             )
-        if why := admission.refusal(account, requests):
-            raise BudgetExceeded(why, dataset=account.dataset, reason="over_budget")
+        if problem := admission.refusal(account, requests):
+            raise BudgetExceeded(problem, dataset=account.dataset, reason="over_budget")
         return account
 
     # Composition can take seconds, and the write lock stops everyone else, so it is computed first. Where a rival was quicker, it
     # is computed again under the lock: outside, rivals could be quicker without end.
     with ledger.chain.moment():
-        seen, account = ledger.chain.length, admitting()
+        length, account = ledger.chain.length, admitting_account()
     with ledger.chain.writing():
-        if ledger.chain.length != seen:
-            account = admitting()
+        if ledger.chain.length != length:
+            account = admitting_account()
         ledger.records.register(dataset, records, derived_from)
         return [
-            _enter(ledger, dataset, account.dataset, request, cost, group)
+            _append(ledger, dataset, account.dataset, request, cost, group)
             for request, cost in zip(requests, costs, strict=True)
         ]
 
 
-def _enter(ledger: Ledger, dataset: str, account: str, request: RunRequest, cost: float, group: str | None) -> Claim:
+def _append(ledger: Ledger, dataset: str, account: str, request: RunRequest, cost: float, group: str | None) -> Claim:
     claim = Claim(
         entry=secrets.token_hex(8),  # random, so that an entry means no other run in another ledger
         dataset=account,
@@ -273,19 +272,19 @@ def use_reservation(
 
 
 def _cost(dataset: str, request: RunRequest) -> float:
-    paid = count_releases(request.event)
-    if not 0 <= request.num_steps <= paid:
+    num_steps = count_releases(request.event)
+    if not 0 <= request.num_steps <= num_steps:
         raise ConfigError(
-            f"the event pays for {paid} steps of a run on {dataset!r} that has {request.num_steps}: "
+            f"the event pays for {num_steps} steps of a run on {dataset!r} that has {request.num_steps}: "
             "what runs must be what is accounted. Build both from one Plan."
         )
-    alone = epsilon(request.event, request.delta, request.relation)
-    if math.isinf(alone):
+    cost = epsilon(request.event, request.delta, request.relation)
+    if math.isinf(cost):
         raise Refused(
             f"no finite epsilon can be certified at delta {request.delta:g}, so nothing can be charged."
             " Raise privacy.delta or privacy.noise_multiplier."
         )
-    return alone
+    return cost
 
 
 @dataclass(frozen=True)
@@ -324,5 +323,5 @@ class Reservation:
             "dataset": claim.dataset,
             "entry": claim.entry,
             "head": ledger.head(),
-            **admission.comes_to(account, spent, claim.group),
+            **admission.account_totals(account, spent, claim.group),
         }

@@ -83,10 +83,10 @@ def canonical(value: object) -> str:
     return _ENCODER.encode(value)
 
 
-def broken(entries: Sequence[Entry], after: int = 0, previous: str = GENESIS) -> list[str]:
+def broken(entries: Sequence[Entry], last_seq: int = 0, previous: str = GENESIS) -> list[str]:
     """What is wrong with links that should follow link number ``after``, whose hash is ``previous``."""
     problems = []
-    for number, entry in enumerate(entries, start=after + 1):
+    for number, entry in enumerate(entries, start=last_seq + 1):
         if (entry.seq, entry.prev_hash, entry.hash) != (number, previous, entry.expected_hash()):
             problems.append(f"entry {number} was changed or removed: its hash does not match.")
         previous = entry.hash
@@ -108,16 +108,16 @@ def contradictions(entries: Sequence[Entry], executed: Mapping[str, int], head: 
     problems = []
     if head and head.get("count"):
         count = head["count"]
-        known = type(count) is int and 0 < count <= len(entries)
-        if not known or entries[count - 1].hash != head.get("hash"):
+        in_range = type(count) is int and 0 < count <= len(entries)
+        if not in_range or entries[count - 1].hash != head.get("hash"):
             problems.append(f"the chain lacks an earlier head, of {count} entries.")
     limits = {entry.facts["entry"]: entry.facts["num_steps"] for entry in entries if entry.kind == "reserve"}
     problems += [f"run {name} lost its reservation." for name in executed if name not in limits]
     for entry in entries:
         if entry.kind in ("reserve", "commit", "reconcile"):
-            name, least = entry.facts["entry"], 0 if entry.kind == "reserve" else entry.facts["steps"]
+            name, min_steps = entry.facts["entry"], 0 if entry.kind == "reserve" else entry.facts["steps"]
             steps = executed.get(name, -1)
-            if type(steps) is not int or name not in limits or not least <= steps <= limits[name]:
+            if type(steps) is not int or name not in limits or not min_steps <= steps <= limits[name]:
                 problems.append(f"entry {entry.seq} contradicts the steps that its run has charged.")
     return problems
 
@@ -132,10 +132,10 @@ class Chain:
         self._index: dict[tuple[str, str], list[Entry]] = {}  # dataset and kind -> links
         self._holds = 0
 
-    def stored(self, where: str = "", *values: object) -> list[Entry]:
+    def stored(self, condition: str = "", *values: object) -> list[Entry]:
         """Links as they are stored, of which nothing is checked."""
         columns = ", ".join(Entry._fields)
-        rows = self.store.rows(f"SELECT {columns} FROM entries {where} ORDER BY seq", *values)
+        rows = self.store.rows(f"SELECT {columns} FROM entries {condition} ORDER BY seq", *values)
         return [Entry._make(row) for row in rows]
 
     def of(self, dataset: str, *kinds: str) -> list[Entry]:
@@ -267,8 +267,8 @@ class Chain:
         with self.store.read():
             entries = [entry._asdict() for entry in self.stored()]
             progress = dict(self.store.rows("SELECT entry, steps FROM progress ORDER BY seq"))
-            whole = {"entries": entries, "progress": progress, "head": self.head()}
-            return {"kind": "dpllm ledger", "version": SCHEMA_VERSION, **whole}
+            value = {"entries": entries, "progress": progress, "head": self.head()}
+            return {"kind": "dpllm ledger", "version": SCHEMA_VERSION, **value}
 
 
 def read_export(value: dict[str, Any], path: Path) -> list[Entry]:
@@ -278,8 +278,8 @@ def read_export(value: dict[str, Any], path: Path) -> list[Entry]:
         ConfigError: It is none, or one of another version.
     """
     try:
-        known = (value["kind"], value["version"]) == ("dpllm ledger", SCHEMA_VERSION)
-        if not known or not isinstance(value["progress"], dict) or set(value["head"]) != {"hash", "count"}:
+        is_export = (value["kind"], value["version"]) == ("dpllm ledger", SCHEMA_VERSION)
+        if not is_export or not isinstance(value["progress"], dict) or set(value["head"]) != {"hash", "count"}:
             raise ValueError
         return _links(value)
     except (KeyError, TypeError, ValueError):
@@ -309,36 +309,37 @@ def is_bound(store: Store) -> bool:
         Refused: It is a copy of one that belongs elsewhere.
         ConfigError: What is written down is no place.
     """
-    kept = store.rows("SELECT value FROM meta WHERE key = 'place'")
-    if not kept:
+    rows = store.rows("SELECT value FROM meta WHERE key = 'place'")
+    if not rows:
         return False
-    here = store.identity
+    identity = store.identity
     try:
-        bound: LedgerIdentity = json.loads(kept[0][0])
-        known = _same_file(bound, here) or (bound["host"], bound["path"]) == (here["host"], here["path"])
+        bound: LedgerIdentity = json.loads(rows[0][0])
+        same_path = (bound["host"], bound["path"]) == (identity["host"], identity["path"])
+        is_same_place = _same_file(bound, identity) or same_path
     except (ValueError, LookupError, TypeError):
         raise store.unusable("where it belongs cannot be read") from None
-    if not known:
+    if not is_same_place:
         raise Refused(
             f"ledger {store.location} is a copy of {bound['path']} on {bound['host']!r}, and two copies would be two budgets for "
             "the same data. If that one is still used, set privacy.ledger to it. If it moved here for good, type: dpllm ledger "
             f"adopt --ledger {store.location} --by NAME --reason WHY."
         )
-    return bound == here
+    return bound == identity
 
 
-def _same_file(bound: LedgerIdentity, here: LedgerIdentity) -> bool:
+def _same_file(bound: LedgerIdentity, identity: LedgerIdentity) -> bool:
     """A file that was renamed, or mounted elsewhere, keeps its number; a backup that was put back keeps host and path."""
-    if bound["file"] != here["file"] or bound["path"] == here["path"]:
-        return bound["file"] == here["file"]
+    if bound["file"] != identity["file"] or bound["path"] == identity["path"]:
+        return bound["file"] == identity["file"]
     # Another file where this one was before would be taken for a backup that was put back. And this very file has a journal for
     # each of two hard links, of which SQLite reads one: what was reserved by the other name would be lost.
-    if bound["device"] != here["device"]:
+    if bound["device"] != identity["device"]:
         return False
-    if not (here["device"] and bound["host"] == here["host"] and os.path.exists(bound["path"])):
+    if not (identity["device"] and bound["host"] == identity["host"] and os.path.exists(bound["path"])):
         return True
     # One name in one directory, which is mounted in two places.
-    (folder, name), (other_folder, other_name) = os.path.split(bound["path"]), os.path.split(here["path"])
+    (folder, name), (other_folder, other_name) = os.path.split(bound["path"]), os.path.split(identity["path"])
     return name == other_name and os.path.samefile(folder, other_folder)
 
 

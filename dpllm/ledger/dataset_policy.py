@@ -45,8 +45,8 @@ def find_policy(config: RunConfig, table: Table, held_out: Table | None, ledger:
         ConfigError: ``privacy.derived_from`` names no dataset of the ledger, or the name of the data cannot be published.
     """
     records = fingerprint(table.parts(), FIELDS[table.format], ledger.records.key()) if ledger else None
-    known = ledger.records.known_as(records) if ledger and records else None
-    name = config.privacy.dataset or known or data.dataset_name(config.data)
+    registered_name = ledger.records.known_as(records) if ledger and records else None
+    name = config.privacy.dataset or registered_name or data.dataset_name(config.data)
     parent = config.privacy.derived_from
     check_name(name)  # before anything is charged under it
     if names.is_absolute(name):
@@ -64,8 +64,8 @@ def find_policy(config: RunConfig, table: Table, held_out: Table | None, ledger:
     if not (account and account.permission):
         _refuse_without_privacy(config, name, account is not None and account.budget is not None)
     if held_out is not None:
-        own = records or fingerprint(table.parts(), FIELDS[table.format], b"compared here")
-        _check_evaluation(config, held_out, own, ledger, name)
+        train_records = records or fingerprint(table.parts(), FIELDS[table.format], b"compared here")
+        _check_evaluation(config, held_out, train_records, ledger, name)
     return DatasetPolicy(name, parent, records, tuple(account.deviations()) if account else ())
 
 
@@ -87,48 +87,48 @@ def terms(ledger: Ledger | None, dataset: str, derived_from: str | None, fit_bud
 
 def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> None:
     if not config.privacy.enabled and (budgeted or not config.data.public):
-        whose = "has a privacy budget" if budgeted else "is not declared public"
+        status = "has a privacy budget" if budgeted else "is not declared public"
         public = "" if budgeted else ", or data.public: true if the data are"
-        why = (
-            f"privacy.enabled: false on dataset {name!r}, which {whose}: whatever it holds could be read out of the adapter. Set "
-            f"privacy.enabled: true{public}"
+        problem = (
+            f"privacy.enabled: false on dataset {name!r}, which {status}: whatever it holds could be read out of the adapter. "
+            f"Set privacy.enabled: true{public}"
         )
     elif config.privacy.enabled and budgeted and config.privacy.insecure_seed is not None:
-        why = (
+        problem = (
             f"privacy.insecure_seed on dataset {name!r}, which has a privacy budget: who knows the seed can take the noise off. "
             "Remove privacy.insecure_seed"
         )
     else:
         return
-    who = "the budget's owner" if budgeted else "whoever answers for the data"
+    authority = "the budget's owner" if budgeted else "whoever answers for the data"
     raise Refused(
-        f"{why}; or let {who} record an exception: dpllm ledger except {name} --by NAME --reason WHY.",
+        f"{problem}; or let {authority} record an exception: dpllm ledger except {name} --by NAME --reason WHY.",
         dataset=name,
         reason="no_privacy",
     )
 
 
 def _check_evaluation(
-    config: RunConfig, held_out: Table, own: Fingerprint, ledger: Ledger | None, dataset: str
+    config: RunConfig, held_out: Table, train_records: Fingerprint, ledger: Ledger | None, dataset: str
 ) -> None:
     """Refuses evaluation data that are training data, or declared public and private after all: exact losses are published."""
     key = ledger.records.key() if ledger else b"compared here"
     records = fingerprint(held_out.parts(), FIELDS[held_out.format], key)
-    common, whose = share_in_common(records.hashes, own.hashes), None
-    if config.data.eval_public and not config.data.public and common >= LEAST_SHARE:
-        whose = "data.train, which is not"
+    share, private_source = share_in_common(records.hashes, train_records.hashes), None
+    if config.data.eval_public and not config.data.public and share >= LEAST_SHARE:
+        private_source = "data.train, which is not"
     if config.data.eval_public and ledger:
         for name in ledger.records.overlaps(records):
             account = ledger.records.account_name(name)
             if ledger.budget(account) is not None:
-                whose = f"dataset {account!r}, which has a privacy budget"
-    if whose:
+                private_source = f"dataset {account!r}, which has a privacy budget"
+    if private_source:
         raise Refused(
-            f"data.eval is declared public and shares records with {whose}: exact losses on them would "
+            f"data.eval is declared public and shares records with {private_source}: exact losses on them would "
             "stand in run.json and on the card. Set data.eval_public: false, or evaluate on other data.",
             reason="public_evaluation",
         )
-    if 2 * rows_among(held_out.parts(), FIELDS[held_out.format], key, own) > len(held_out.rows):
+    if 2 * rows_among(held_out.parts(), FIELDS[held_out.format], key, train_records) > len(held_out.rows):
         raise Refused(
             "data.eval holds mostly rows of data.train, so that its figures would tell what the model remembers and not what it "
             "learned. Set data.eval to rows that do not train, or to null.",
@@ -149,16 +149,16 @@ def records_of(source: str, ledger: Ledger, unit: str, relation: Relation = "zer
         DataError: A row that names no unit.
     """
     recipe = Path(source).suffix in (".yaml", ".yml")
-    wanted = load_config(source).data if recipe else DataConfig(train=source)
-    if recipe and wanted.unit != unit:
+    settings = load_config(source).data if recipe else DataConfig(train=source)
+    if recipe and settings.unit != unit:
         raise ConfigError(
-            f"{source}: data.unit is {wanted.unit!r}, and the budget would count per {unit!r}. Type --unit."
+            f"{source}: data.unit is {settings.unit!r}, and the budget would count per {unit!r}. Type --unit."
         )
-    owners = "several" if relation == "zero_out_public_graph" else wanted.owners
-    by_unit = wanted.changed({"unit": unit, "max_examples_per_unit": 1, "owners": owners})
+    owners = "several" if relation == "zero_out_public_graph" else settings.owners
+    by_unit = settings.changed({"unit": unit, "max_examples_per_unit": 1, "owners": owners})
     try:
         with scratch() as cache:
-            table = data.load_table(wanted.train, by_unit, wanted.train_split, cache)
+            table = data.load_table(settings.train, by_unit, settings.train_split, cache)
     except DataError as error:
         if recipe:
             raise

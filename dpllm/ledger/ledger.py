@@ -106,8 +106,8 @@ class Ledger:
                     "paid for. Reserve a new run for more steps."
                 )
             # Before the step is applied: a crash in between leaves a step that is paid and was never released, not the reverse.
-            done = "UPDATE progress SET steps = ?, updated_at = ? WHERE entry = ?"
-            self.store.rows(done, step, time.time(), entry)
+            statement = "UPDATE progress SET steps = ?, updated_at = ? WHERE entry = ?"
+            self.store.rows(statement, step, time.time(), entry)
             if step % claim.mark == 0:  # so that steps which are set back contradict the chain
                 self.chain.append("commit", claim.dataset, {"entry": entry, "steps": step, "status": "running"})
 
@@ -144,8 +144,8 @@ class Ledger:
     def closed_with(self, entry: str) -> str | None:
         """The digest of the files with which a run ended; None where none was entered, or no such run."""
         ends = self.chain.of(self._claim(entry)[0].dataset, "commit")
-        known = [end.facts.get("manifest") for end in ends if end.facts["entry"] == entry]
-        return next((manifest for manifest in reversed(known) if manifest is not None), None)
+        manifests = [end.facts.get("manifest") for end in ends if end.facts["entry"] == entry]
+        return next((manifest for manifest in reversed(manifests) if manifest is not None), None)
 
     def reconcile(self, entry: str, by: str, reason: str) -> Run:
         """Closes a run that will not go on. Its executed steps stay charged.
@@ -165,7 +165,6 @@ class Ledger:
         return self.run(entry)
 
     def _claim(self, entry: str) -> tuple[Claim, int]:
-        """A reservation and the steps that it charged."""
         rows = self.store.rows("SELECT seq, steps FROM progress WHERE entry = ?", entry)
         link = self.chain.numbered(rows[0][0]) if rows else None
         if link is None or link.kind != "reserve" or link.facts["entry"] != entry:
@@ -204,20 +203,20 @@ class Ledger:
         """Each reservation of ``dataset`` and what became of it, oldest first."""
         return list(self.account(dataset).runs)
 
-    def spent(self, dataset: str, delta: float | None = None, wanted: Sequence[RunRequest] = ()) -> float:
+    def spent(self, dataset: str, delta: float | None = None, requests: Sequence[RunRequest] = ()) -> float:
         """Epsilon of everything ever reserved or imported, and of what is ``wanted``, by PLD as if fixed in advance.
 
         It is that at ``delta``: by default the budget's, or else the largest that a run stated.
         """
         account = self.account(dataset)
-        events = account.events() + [request.event for request in wanted]
+        events = account.events() + [request.event for request in requests]
         if not events:
             return 0.0
         if delta is None:
-            known = (run.reservation.delta for run in account.runs)
-            delta = account.budget.delta if account.budget else max(known, default=1e-5)
-        said = self.chain.of(account.dataset, "budget", "reserve", "import")
-        return epsilon(compose(events), delta, wanted[0].relation if wanted else said[-1].facts["relation"])
+            deltas = (run.reservation.delta for run in account.runs)
+            delta = account.budget.delta if account.budget else max(deltas, default=1e-5)
+        entries = self.chain.of(account.dataset, "budget", "reserve", "import")
+        return epsilon(compose(events), delta, requests[0].relation if requests else entries[-1].facts["relation"])
 
     def used(self, dataset: str) -> float | None:
         """The share of its budget that is used; see ``admission.used``."""
@@ -228,30 +227,30 @@ class Ledger:
         account = self.account(self.records.charged_to(dataset, derived_from))
         name, budget = account.dataset, account.budget
         delta = budget.delta if budget else max(request.delta for request in requests)
-        why, reason = None, "over_budget"
+        refusal, reason = None, "over_budget"
         try:
             self.refuse_if_tampered()
             self.same_unit(name, requests[0].unit, requests[0].relation)
-            why = admission.refusal(account, requests)
+            refusal = admission.refusal(account, requests)
         except Refused as error:
-            why, reason = str(error), error.reason
+            refusal, reason = str(error), error.reason
         final = account.final or any(request.final for request in requests)
         events = [request.event for request in requests]
-        exactly, could_follow = budget is None or final, admission.how_many(account, *events)
-        if could_follow and why is None:  # one of them is this
+        is_exact, could_follow = budget is None or final, admission.runs_that_fit(account, *events)
+        if could_follow and refusal is None:  # one of them is this
             could_follow = 0 if final else could_follow - 1
         return Outlook(
             dataset=name,
             budget=budget,
             final=final,
-            used=None if exactly else admission.used(account),
-            used_after=None if exactly else admission.used(account, *events),
+            used=None if is_exact else admission.used(account),
+            used_after=None if is_exact else admission.used(account, *events),
             could_follow=could_follow,
-            spent=self.spent(name, delta) if exactly else None,
-            after=self.spent(name, delta, requests) if exactly else None,
+            spent=self.spent(name, delta) if is_exact else None,
+            after=self.spent(name, delta, requests) if is_exact else None,
             delta=delta,
-            refusal=why,
-            reason=reason if why else "",
+            refusal=refusal,
+            reason=reason if refusal else "",
         )
 
     def datasets(self) -> list[str]:
@@ -284,9 +283,9 @@ class Ledger:
     def count_refusal(self, dataset: str, reason: str) -> None:
         """Counts one refusal."""
         with self.store.write():
-            where = "WHERE dataset = ? AND reason = ?"
-            if self.store.rows(f"SELECT 1 FROM refusals {where}", dataset, reason):
-                self.store.rows(f"UPDATE refusals SET number = number + 1 {where}", dataset, reason)
+            condition = "WHERE dataset = ? AND reason = ?"
+            if self.store.rows(f"SELECT 1 FROM refusals {condition}", dataset, reason):
+                self.store.rows(f"UPDATE refusals SET number = number + 1 {condition}", dataset, reason)
             else:
                 self.store.rows("INSERT INTO refusals VALUES (?, ?, 1)", dataset, reason)
 

@@ -58,21 +58,22 @@ def fingerprint(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: b
     return Fingerprint(digest, np.unique(record_N.astype(f"S{HASH_BYTES}")).tobytes(), len(record_N))
 
 
-def rows_among(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: bytes, other: Fingerprint) -> int:
+def rows_among(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: bytes, reference: Fingerprint) -> int:
     """How many rows, equal ones each, have their text in another dataset whose fingerprint is of that key."""
-    known = {other.hashes[start : start + HASH_BYTES] for start in range(0, len(other.hashes), HASH_BYTES)}
+    joined = reference.hashes
+    hashes = {joined[start : start + HASH_BYTES] for start in range(0, len(joined), HASH_BYTES)}
     digests = (hashlib.blake2b(words(row, fields).encode(), key=key, digest_size=32).digest() for row in rows)
-    return sum(digest[:HASH_BYTES] in known for digest in digests)
+    return sum(digest[:HASH_BYTES] in hashes for digest in digests)
 
 
-def share_in_common(one: bytes, other: bytes) -> float:
+def share_in_common(hashes: bytes, other_hashes: bytes) -> float:
     """Distinct records that two datasets share, over those of the smaller one; 0 where one is empty."""
     import numpy as np
 
     # Of eight bytes the first weighs most.
-    first, second = (np.unique(np.frombuffer(hashes, ">u8")) for hashes in (one, other))
-    few = min(len(first), len(second))
-    return len(np.intersect1d(first, second, assume_unique=True)) / few if few else 0.0
+    first, second = (np.unique(np.frombuffer(joined, ">u8")) for joined in (hashes, other_hashes))
+    smaller = min(len(first), len(second))
+    return len(np.intersect1d(first, second, assume_unique=True)) / smaller if smaller else 0.0
 
 
 class Records:
@@ -139,22 +140,22 @@ class Records:
         with self._chain.moment():
             return {digest for name, digest in rows if self.account_name(name) == account}
 
-    def overlaps(self, records: Fingerprint, least: float = LEAST_SHARE) -> list[str]:
+    def overlaps(self, records: Fingerprint, share: float = LEAST_SHARE) -> list[str]:
         """Datasets with some of the records in common, and at least that share of them, those with most first."""
         shares: dict[str, float] = {}
         for name, hashes in self._store.rows("SELECT dataset, hashes FROM records JOIN entries USING (seq)"):
             shares[name] = max(share_in_common(bytes(hashes), records.hashes), shares.get(name, 0.0))
-        common = (name for name in shares if shares[name] > 0 and shares[name] >= least)
+        common = (name for name in shares if shares[name] > 0 and shares[name] >= share)
         return sorted(common, key=lambda name: -shares[name])
 
     def refuse_released(self, records: Fingerprint) -> None:
         """Refuses a single record of an account that has a run, whatever became of it: one that died may have released all."""
         for name in map(self.account_name, self.overlaps(records, ANY)):
             if self._chain.of(name, "reserve"):
-                why = (
+                problem = (
                     f"some of these records were released before ({name} in the ledger), and would cost as much again."
                 )
-                raise Refused(f"{why} Use what was released then.", dataset=name, reason="again")
+                raise Refused(f"{problem} Use what was released then.", dataset=name, reason="again")
 
     def conflict(self, dataset: str, records: Fingerprint, derived_from: str | None) -> Refused | None:
         """Why these records may not be charged to ``dataset``; None if they may.
@@ -172,8 +173,8 @@ class Records:
                 dataset=known,
                 reason="renamed",
             )
-        least = ANY if account.startswith(LABELS) else LEAST_SHARE
-        other = next((name for name in self.overlaps(records, least) if self.account_name(name) != account), None)
+        share = ANY if account.startswith(LABELS) else LEAST_SHARE
+        other = next((name for name in self.overlaps(records, share) if self.account_name(name) != account), None)
         if other is None:
             return None
         fix = f"Set privacy.derived_from: {other}."
@@ -209,12 +210,12 @@ class Records:
             rows = self._store.rows("SELECT seq, fingerprint, nonce, hashes FROM records")
             try:
                 key = self.key()
-                held = {seq: Fingerprint(str(d), bytes(h), 0).commitment(str(n), key) for seq, d, n, h in rows}
+                stored = {seq: Fingerprint(str(d), bytes(h), 0).commitment(str(n), key) for seq, d, n, h in rows}
             except (IndexError, TypeError, ValueError):  # of a row or a key that dpllm never writes
-                held = {}
-        shown = {entry.seq: entry.facts["commitment"] for entry in entries}
+                stored = {}
+        committed = {entry.seq: entry.facts["commitment"] for entry in entries}
         return [
             f"the records of entry {seq} are not those that it commits to."
-            for seq in sorted(shown.keys() | held.keys())
-            if shown.get(seq) != held.get(seq)
+            for seq in sorted(committed.keys() | stored.keys())
+            if committed.get(seq) != stored.get(seq)
         ]

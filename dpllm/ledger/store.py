@@ -95,9 +95,9 @@ def _unusable(path: object, why: object) -> ConfigError:
 
 def _create(tables: Iterable[str], **types: str) -> list[str]:
     """Statements for tables of a new ledger, for the key of its fingerprints and for its version."""
-    made = [f"CREATE TABLE {table} ({TABLES[table].format(**types)})" for table in tables]
+    statements = [f"CREATE TABLE {table} ({TABLES[table].format(**types)})" for table in tables]
     values = {"fingerprint_key": secrets.token_hex(32), "schema_version": SCHEMA_VERSION}
-    return [*made, *(f"INSERT INTO meta VALUES ('{key}', '{value}')" for key, value in values.items())]
+    return [*statements, *(f"INSERT INTO meta VALUES ('{key}', '{value}')" for key, value in values.items())]
 
 
 def _check_version(store: Store) -> None:
@@ -341,8 +341,8 @@ class Postgres:
         """Name of each trigger: its table, its moment, the body of its function, and its type."""
         guards = {}
         for name, (table, moment, when) in GUARDS.items():
-            back = "OLD" if moment == "DELETE" else "NEW"
-            body = f"BEGIN IF {when} THEN RAISE EXCEPTION '{ONLY_GROWS}'; END IF; RETURN {back}; END"
+            returned = "OLD" if moment == "DELETE" else "NEW"
+            body = f"BEGIN IF {when} THEN RAISE EXCEPTION '{ONLY_GROWS}'; END IF; RETURN {returned}; END"
             guards[name] = (table, moment, body, 3 | BITS[moment])
         for table in TABLES:  # no trigger of a row fires for TRUNCATE
             body = f"BEGIN RAISE EXCEPTION '{ONLY_GROWS}'; END"

@@ -39,8 +39,8 @@ class Budget:
     reason: str = ""
 
     def __str__(self) -> str:
-        who = f", set by {self.by} ({self.reason})" if self.by else ""
-        return f"epsilon {self.epsilon:g} at delta {self.delta:g} per {self.unit} under {self.relation}{who}"
+        owner = f", set by {self.by} ({self.reason})" if self.by else ""
+        return f"epsilon {self.epsilon:g} at delta {self.delta:g} per {self.unit} under {self.relation}{owner}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Run:
     heartbeat: float  # time of the last charge (or of the reservation), in seconds since the epoch
 
     @property
-    def kept(self) -> Event:
+    def counted_event(self) -> Event:
         """What the filter still counts: the executed part of a reconciled run, all of any other."""
         # An interrupted run may go on, so all of it counts until somebody closes it, after which no step can be charged.
         if self.state != "reconciled" or not events.divisible(self.event):

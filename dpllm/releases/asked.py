@@ -22,11 +22,11 @@ from dpllm.text.tokens import iter_units
 MOST_CANDIDATES = 100_000
 
 
-def columns_of(asked: Statistic) -> tuple[str, ...]:
+def columns_of(statistic: Statistic) -> tuple[str, ...]:
     """All that it reads."""
-    if asked.kind == "shares":
-        return tuple(asked.column.split(layouts.SEPARATOR))
-    return (asked.column,) if asked.column else ()
+    if statistic.kind == "shares":
+        return tuple(statistic.column.split(layouts.SEPARATOR))
+    return (statistic.column,) if statistic.column else ()
 
 
 def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:
@@ -42,14 +42,14 @@ def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:
     if kind == "shares":
         columns, lists = zip(*map(_declared_values, text.split(layouts.SEPARATOR)), strict=True)
         good &= len(set(columns)) == len(columns) and math.prod(map(len, lists)) <= MOST_CANDIDATES
-        good &= all(columns) and all(all(one) and len({*one, OTHER}) == len(one) + 1 for one in lists)
+        good &= all(columns) and all(all(values) and len({*values, OTHER}) == len(values) + 1 for values in lists)
         names = map(layouts.SEPARATOR.join, itertools.product(*lists)) if good else ()
         found = (Statistic(kind, layouts.SEPARATOR.join(columns), tuple(names)),)
     elif kind != "units":
-        numbers, asked = _numbers(declared), _numbers(quantiles)
+        numbers, shares = _numbers(declared), _numbers(quantiles)
         good &= len(numbers) >= 2 and list(numbers) == sorted(set(numbers)) and all(map(math.isfinite, numbers))
-        good &= bool(asked) and all(0 < one < 1 for one in asked)
-        found = tuple(Statistic(kind, column, (), numbers, one) for one in asked)
+        good &= bool(shares) and all(0 < share < 1 for share in shares)
+        found = tuple(Statistic(kind, column, (), numbers, share) for share in shares)
     if not good:
         raise ConfigError(
             f"--{kind} {text}: values have to be declared, because values read from the data are outside the guarantee. Declare "
@@ -69,19 +69,19 @@ def _numbers(text: str) -> tuple[float, ...]:
     try:
         if ":" not in text:
             return tuple(map(float, text.split(",")))
-        low, high, *rest = text.split(":")
-        parts = int(*rest) if rest else 1
+        low, high, *count = text.split(":")
+        parts = int(*count) if count else 1
         step = (float(high) - float(low)) / parts
         return tuple(float(low) + step * i for i in range(parts + 1)) if parts <= MOST_CANDIDATES else ()
     except (ValueError, TypeError, ArithmeticError):
         return ()
 
 
-def exact_values(asked: Statistic, units: Groups, table: Table, data: DataConfig, tokenizer: Any) -> Iterator[Any]:
+def exact_values(statistic: Statistic, units: Groups, table: Table, data: DataConfig, tokenizer: Any) -> Iterator[Any]:
     """The exact values that a statistic is about; private.
 
     Args:
-        asked: What.
+        statistic: What to count or measure.
         units: Rows by unit, of which each has no more than it may bring.
         table: Where they are from.
         data: The recipe's data section.
@@ -90,18 +90,18 @@ def exact_values(asked: Statistic, units: Groups, table: Table, data: DataConfig
     Yields:
         Text for counts, one for each unit or row; numbers for quantiles, and nothing for what is no number.
     """
-    if asked.kind == "units":
+    if statistic.kind == "units":
         yield from ("" for _ in units)
-    elif asked.kind == "lengths":
-        whole = data.changed({"max_length": 2**40, "long_examples": "truncate"})
-        for unit in iter_units(units.each_alone(), table.format, tokenizer, whole):
-            yield float(sum(len(one.input_ids) for one in unit.sequences))
+    elif statistic.kind == "lengths":
+        untruncated = data.changed({"max_length": 2**40, "long_examples": "truncate"})
+        for unit in iter_units(units.each_alone(), table.format, tokenizer, untruncated):
+            yield float(sum(len(sequence.input_ids) for sequence in unit.sequences))
     else:
-        columns = columns_of(asked)
+        columns = columns_of(statistic)
         for row in (row for unit in units for row in unit):
-            if asked.kind == "shares":
+            if statistic.kind == "shares":
                 yield layouts.SEPARATOR.join(value_name(row.codes.get(column)) for column in columns)
-            elif (number := _number(row.codes.get(asked.column))) is not None:
+            elif (number := _number(row.codes.get(statistic.column))) is not None:
                 yield number
 
 

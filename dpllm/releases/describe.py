@@ -94,8 +94,8 @@ class Offer:
                 derived_from=policy.derived_from,
             )
             for release, draw, claim in zip(self.statistics.releases, self._draws, claims, strict=True):
-                drawn = draw(partial(ledger.charge, claim.entry))
-                releases.append(release.model_copy(update={**drawn, "entry": claim.entry}))
+                values = draw(partial(ledger.charge, claim.entry))
+                releases.append(release.model_copy(update={**values, "entry": claim.entry}))
             released = self.statistics.model_copy(update={"releases": tuple(releases)})
             self._write(output, released)
             for claim in claims:
@@ -132,7 +132,7 @@ def offered(
 
         tokenizer = load_tokenizer(config.model, config.data)
     columns = (name for group in asked for one in group for name in columns_of(one))
-    with opened(without_evaluation(config), delta, columns, most=DELTA, create=create) as source:
+    with opened(without_evaluation(config), delta, columns, max_delta=DELTA, create=create) as source:
         exact = partial(exact_values, units=source.units, table=source.table, data=config.data, tokenizer=tokenizer)
         measurements, statistics = _priced(config, asked, epsilon, source)
 
@@ -196,10 +196,10 @@ class Opened:
     def requests(self, offered: Statistics) -> list[RunRequest]:
         """What the ledger is asked for: an entry for each release."""
         of_all = offered.unit, offered.neighbouring_relation
-        steps = ((one, count_releases(one.event)) for one in offered.releases)
+        steps = ((release, count_releases(release.event)) for release in offered.releases)
         return [
-            RunRequest(one.event, offered.delta, many, *of_all, f"describe: {one.statistic}", final=self.final)
-            for one, many in steps
+            RunRequest(release.event, offered.delta, count, *of_all, f"describe: {release.statistic}", final=self.final)
+            for release, count in steps
         ]
 
     def outlook(self, offered: Statistics) -> Outlook | None:
@@ -210,7 +210,7 @@ class Opened:
         """A model that learned these data tells of them by itself."""
         refuse_adapter(config)
         base = of_base(config)
-        if base and any(one.dataset in (self.account, None) for one in base.models):
+        if base and any(model.dataset in (self.account, None) for model in base.models):
             raise Refused(
                 f"{config.model.name_or_path}: was tuned on {self.account}, or says not on what, so that its own privacy loss "
                 "would have to be added. Use a base model that never saw these data."
@@ -219,15 +219,15 @@ class Opened:
 
 @contextlib.contextmanager
 def opened(
-    config: RunConfig, delta: float | str | None, columns: Iterable[str], *, most: float, create: bool
+    config: RunConfig, delta: float | str | None, columns: Iterable[str], *, max_delta: float, create: bool
 ) -> Iterator[Opened]:
     """The rows of a recipe and their account; evaluation data are looked at where it has any.
 
     Args:
         config: The recipe: whose data, and which ledger.
-        delta: See ``offered``; None: the budget's, or as in a run, at most ``most``.
+        delta: See ``offered``; None: the budget's, or as in a run, at most ``max_delta``.
         columns: That the data must have.
-        most: Above.
+        max_delta: Upper limit of a delta that is chosen here.
         create: Make the ledger if there is none.
     """
     if config.data.owners == "several":
@@ -249,8 +249,8 @@ def opened(
         budget = ledger.budget(account) if ledger else None
         counted = len(units if config.data.sampling == "unit" else units.each_alone())
         size = public_units(config.data, counted)
-        wanted = delta if delta is not None else budget.delta if budget else min(most, auto_delta(size))
-        resolved = resolved_delta(wanted, budget.delta if budget else 1.0, size, "--delta")
+        wanted_delta = delta if delta is not None else budget.delta if budget else min(max_delta, auto_delta(size))
+        resolved = resolved_delta(wanted_delta, budget.delta if budget else 1.0, size, "--delta")
         public_units(config.data, counted, resolved, "--delta")
         yield Opened(table, units, ledger, policy, account, resolved, config.privacy.final)
 
@@ -258,7 +258,6 @@ def opened(
 def _priced(
     config: RunConfig, asked: Sequence[Sequence[Statistic]], epsilon: float, source: Opened
 ) -> tuple[list[Measurement], Statistics]:
-    """The measurement of each release, and all that is known of them before they are drawn."""
     number("--epsilon", epsilon, 0.0, 1000.0)
     measurements = []
     for group in asked:

@@ -35,14 +35,14 @@ def request_of(kind: type[Request], by: Literal["training", "inference"], option
     Raises:
         ConfigError: The request has no such option, or needs another.
     """
-    asked = {name: value for name, value in options.items() if value is not None}
-    asked |= {name: Path(asked[name]) for name in FILES & asked.keys()}
-    if strange := asked.keys() - {field.name for field in fields(kind)}:
+    given_options = {name: value for name, value in options.items() if value is not None}
+    given_options |= {name: Path(given_options[name]) for name in FILES & given_options.keys()}
+    if strange := given_options.keys() - {field.name for field in fields(kind)}:
         option = f"--{min(strange).replace('_', '-')}"
         raise ConfigError(f"{option}: is of no use --by {by}. Leave it out; see dpllm synthesize --help.")
-    if missing := {field.name for field in fields(kind) if field.default is MISSING} - asked.keys():
+    if missing := {field.name for field in fields(kind) if field.default is MISSING} - given_options.keys():
         raise ConfigError(f"--{min(missing)} is missing. Type it; see dpllm synthesize --help.")
-    return kind(**asked)
+    return kind(**given_options)
 
 
 def filters(*, keep_unfinished: bool, min_words: int) -> dict[str, Filter]:
@@ -67,8 +67,8 @@ def filters(*, keep_unfinished: bool, min_words: int) -> dict[str, Filter]:
 
 def why_dropped(sample: Sample, tests: Mapping[str, Filter], key: Any, taken: Collection[Any]) -> str | None:
     """The first reason why a text is dropped, the last of which is that its ``key`` is ``taken``; None: it passes."""
-    why = next((name for name, drops in tests.items() if drops(sample)), None)
-    return DUPLICATE if why is None and key in taken else why
+    reason = next((name for name, drops in tests.items() if drops(sample)), None)
+    return DUPLICATE if reason is None and key in taken else reason
 
 
 class Draft:
@@ -92,22 +92,22 @@ class Draft:
             ConfigError: What lies there has other settings, or cannot be read.
         """
         written = path.read_bytes() if path.exists() else b""
-        whole = written[: written.rfind(b"\n") + 1]
+        complete = written[: written.rfind(b"\n") + 1]
         try:
-            lines = [json.loads(line) for line in whole.splitlines()]
-            before = lines[0].pop("settings").copy() if lines else settings
+            lines = [json.loads(line) for line in complete.splitlines()]
+            previous = lines[0].pop("settings").copy() if lines else settings
         except (ValueError, LookupError, TypeError, AttributeError):
             raise ConfigError(
                 f"{path}: the state of an interrupted call cannot be read. Remove it, and start again; private inference is then "
                 "charged anew."
             ) from None
-        if changed := sorted(name for name in settings if settings[name] != before.get(name)):
+        if changed := sorted(name for name in settings if settings[name] != previous.get(name)):
             raise ConfigError(
                 f"{path}: an interrupted call began with another {', '.join(changed)}, so their rows cannot be mixed. Type its "
                 "settings to go on with it; or remove the file, after which private inference is charged anew."
             )
         if written:
-            os.truncate(path, len(whole))
+            os.truncate(path, len(complete))
         self.path, self.lines = path, lines[1:]
         self.facts: dict[str, Any] = lines[0] if lines else begin()
         self._unwritten = [] if lines else [{"settings": dict(settings), **self.facts}]

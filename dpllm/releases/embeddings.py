@@ -91,7 +91,7 @@ class Asked:
 
 @contextlib.contextmanager
 def offered(
-    config: RunConfig, asked: Asked, epsilon: float, delta: float | str | None, *, create: bool
+    config: RunConfig, request: Asked, epsilon: float, delta: float | str | None, *, create: bool
 ) -> Iterator[Offer]:
     """What clusters or a classifier would cost, and how exact they would be; spends nothing. See ``describe.offered``.
 
@@ -99,32 +99,32 @@ def offered(
         ConfigError: More clusters than the public number of units bears, an unsuitable epsilon.
         Refused: The encoder was tuned on these data, or cannot be read in batches.
     """
-    config, columns = without_evaluation(config), [asked.column] if asked.column else []
-    with opened(config, delta, columns, most=MOST_DELTA, create=create) as source:
+    config, columns = without_evaluation(config), [request.column] if request.column else []
+    with opened(config, delta, columns, max_delta=MOST_DELTA, create=create) as source:
         source.refuse_tuned(config)
         if (config.data.max_examples_per_unit or 1) > embedded.MOST_ROWS:
             raise ConfigError(
                 f"--max-examples-per-unit: products of over {embedded.MOST_ROWS:,} rows would not be added exactly. Type fewer."
             )
         units = config.data.public_size or len(source.units)  # as many under zero_out, whoever is missing
-        rounds = embedded.event_of(asked.kind, 1.0, ROUNDS).count
+        rounds = embedded.event_of(request.kind, 1.0, ROUNDS).count
         sigma = calibrate_noise_multiplier(epsilon, min(source.delta, MOST_DELTA), 1.0, rounds, config.data.relation)
         sigma = max(sigma, embedded.least_noise(units))
         if sigma > embedded.MOST_NOISE:
             raise ConfigError(
                 f"--epsilon {epsilon:g} takes noise of {sigma:,.0f} units, which would drown everything. Raise it."
             )
-        size = DIMENSIONS[asked.kind]
+        size = DIMENSIONS[request.kind]
         note = f"A classifier needs well above {sigma * size * math.sqrt(size):,.0f} units; there are {units:,}."
-        if asked.clusters:
-            least = embedded.least_size(sigma, size)
-            note = f"A cluster moves if it has {least:,} units or more, of {units:,}."
-            if asked.clusters > (most := max(1, units // least)):
+        if request.clusters:
+            smallest = embedded.least_size(sigma, size)
+            note = f"A cluster moves if it has {smallest:,} units or more, of {units:,}."
+            if request.clusters > (most := max(1, units // smallest)):
                 raise ConfigError(
-                    f"{units:,} units are too few for {asked.clusters} clusters at epsilon {epsilon:g}: one below {least:,} "
+                    f"{units:,} units are too few for {request.clusters} clusters at epsilon {epsilon:g}: one below {smallest:,} "
                     f"would hide in the noise. Type a larger --epsilon{f', or --clusters {most} or less' if most > 1 else ''}."
                 )
-        job, versions = _Job(config, asked, source, sigma), processes.versions()
+        job, versions = _Job(config, request, source, sigma), processes.versions()
         software = {name: versions[name] for name in ("torch", "transformers")}
         statistics = source.statistics(config, [job.release(units)], software)
         yield Offer(statistics, source.outlook(statistics), (note,), source, job.read, [job.draw], job.write)
@@ -150,11 +150,11 @@ class Encoder:
         loading.check_outliers(self._model)
         loading.check_vocabulary(self._model, self._tokenizer)
         self.digest = loading.digest(self._model, self._tokenizer, self._pooling)
-        most = loading.positions(self._model)
+        positions = loading.positions(self._model)
         around = self._tokenizer.num_special_tokens_to_add() if self._pooling else 0
-        self._width = min(max_length, most - 2 - around if most else max_length)  # a start, and padding
-        one, other, none = self._tokenizer(["one", "two", ""], add_special_tokens=False)["input_ids"]
-        if one in (other, none):
+        self._width = min(max_length, positions - 2 - around if positions else max_length)  # a start, and padding
+        first, second, empty = self._tokenizer(["one", "two", ""], add_special_tokens=False)["input_ids"]
+        if first in (second, empty):
             raise ConfigError(
                 f"{model.name_or_path}: its tokenizer reads all words alike, so texts of one length would be the same. Restore "
                 "its tokenizer.json."
@@ -187,80 +187,77 @@ class Encoder:
 
     def around(self, dimensions: int) -> Projection:
         """Centred on the mean of texts of random words of its vocabulary."""
-        mixed, words = random.Random(0), self.words()
-        texts = [" ".join(mixed.choices(words, k=MIXED_WORDS)) for _ in range(MIXED)]
+        mixed, vocabulary = random.Random(0), self.words()
+        texts = [" ".join(mixed.choices(vocabulary, k=MIXED_WORDS)) for _ in range(MIXED)]
         return Projection(self.of_public(texts).mean(axis=0), dimensions)
 
     def words(self) -> list[str]:
         """Common words of its vocabulary, which is public, in its order."""
         tokens = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
-        whole = [token[1:] for token in tokens if token[:1] in ("\u0120", "\u2581")]  # a space, as tokenizers write it
+        initial = [token[1:] for token in tokens if token[:1] in ("\u0120", "\u2581")]  # after a space
         # WordPiece marks the others, by letters that are none.
-        words = [
-            word for word in whole or tokens if len(word) > 3 and word.isascii() and word.isalpha() and word.islower()
+        common = [
+            word for word in initial or tokens if len(word) > 3 and word.isascii() and word.isalpha() and word.islower()
         ]
-        if len(words) < 2:
+        if len(common) < 2:
             raise ConfigError(
                 "the encoder's vocabulary has no whole words in small letters, to centre on and to name clusters by. Use another."
             )
-        return words[:WORDS]
+        return common[:WORDS]
 
 
 class _Job:
-    def __init__(self, config: RunConfig, asked: Asked, source: Opened, sigma: float) -> None:
-        self._config, self._asked, self._source, self._sigma = config, asked, source, sigma
+    def __init__(self, config: RunConfig, request: Asked, source: Opened, sigma: float) -> None:
+        self._config, self._asked, self._source, self._sigma = config, request, source, sigma
 
     def release(self, units: int) -> Json:
         """All of it that is known before it is drawn."""
-        config, asked = self._config, self._asked
+        config, request = self._config, self._asked
         declared = {"encoder": names.public_name(config.model.name_or_path), "units": units}
-        declared |= {"max_length": config.data.max_length, "dimensions": DIMENSIONS[asked.kind]}
-        declared |= {"clusters": asked.clusters} if asked.clusters else {"values": asked.values}
-        statistic = f"classifier of {asked.column}" if asked.column else "clusters of texts"
-        return {"statistic": statistic, "declared": declared, **embedded.figures(asked.kind, self._sigma, ROUNDS)}
+        declared |= {"max_length": config.data.max_length, "dimensions": DIMENSIONS[request.kind]}
+        declared |= {"clusters": request.clusters} if request.clusters else {"values": request.values}
+        statistic = f"classifier of {request.column}" if request.column else "clusters of texts"
+        return {"statistic": statistic, "declared": declared, **embedded.figures(request.kind, self._sigma, ROUNDS)}
 
     def read(self) -> None:
         """The vector and the label of each row, of which the last is other; private."""
-        source, asked = self._source, self._asked
+        source, request = self._source, self._asked
         encoder = Encoder(self._config.model, self._config.data.max_length)
-        around = encoder.around(DIMENSIONS[asked.kind])
+        around = encoder.around(DIMENSIONS[request.kind])
         self._centre_D, self._digest, self._words = around.centre_D, encoder.digest, encoder.words()
-        self._words_RP = around(encoder.of_public(self._words)) if asked.clusters else None
+        self._words_RP = around(encoder.of_public(self._words)) if request.clusters else None
         rows = source.units.each_alone()
         self._rows_RP = encoder.of_rows(rows, FIELDS[source.table.format], around)
         self._units_R = np.repeat(np.arange(len(source.units)), [len(unit) for unit in source.units])
-        numbers = {value: number for number, value in enumerate(asked.values)}
+        numbers = {value: number for number, value in enumerate(request.values)}
         self._labels_R = np.array(
-            [numbers.get(value_name(row.codes.get(asked.column)), len(numbers)) for [row] in rows], dtype=np.int64
+            [numbers.get(value_name(row.codes.get(request.column)), len(numbers)) for [row] in rows], dtype=np.int64
         )
 
     def draw(self, charge: Charge) -> Json:
-        """Draws it, and keeps what goes into its files."""
-        asked, rows_RP, units_R = self._asked, self._rows_RP, self._units_R
-        if asked.clusters:
-            sizes, vectors = embedded.k_means(rows_RP, units_R, asked.clusters, self._sigma, ROUNDS, charge)
-            named = self._named(vectors)
+        request, rows_RP, units_R = self._asked, self._rows_RP, self._units_R
+        if request.clusters:
+            sizes, vectors = embedded.k_means(rows_RP, units_R, request.clusters, self._sigma, ROUNDS, charge)
+            names = self._named(vectors)
         else:
-            named = [*asked.values, OTHER]
-            sizes, vectors = embedded.ada_ssp(rows_RP, self._labels_R, units_R, len(named), self._sigma, charge)
+            names = [*request.values, OTHER]
+            sizes, vectors = embedded.ada_ssp(rows_RP, self._labels_R, units_R, len(names), self._sigma, charge)
         self._file = safetensors.numpy.save({"centre": self._centre_D, "vectors": np.ascontiguousarray(vectors)})
         return {
-            "value": dict(zip(named, map(int, sizes), strict=True)),
+            "value": dict(zip(names, map(int, sizes), strict=True)),
             "vectors": hashlib.sha256(self._file).hexdigest(),
             "encoder": self._digest,
         }
 
     def _named(self, centres_KP: Floats) -> list[str]:
-        """Each cluster by its number and the words nearest to its centre."""
         assert self._words_RP is not None
         # What all clusters, or all words, have in common would name each of them alike.
         apart_KP, apart_RP = centres_KP - centres_KP.mean(axis=0), self._words_RP - self._words_RP.mean(axis=0)
         nearest_KR = np.argsort(-apart_KP @ unit_length(apart_RP).T, axis=1, kind="stable")
-        words = [", ".join(self._words[place] for place in row[:NAMED_BY]) for row in nearest_KR]
-        return [f"{number:02} {text}" for number, text in enumerate(words, 1)]
+        descriptions = [", ".join(self._words[index] for index in row[:NAMED_BY]) for row in nearest_KR]
+        return [f"{number:02} {text}" for number, text in enumerate(descriptions, 1)]
 
     def write(self, output: Path, released: Statistics) -> None:
-        """The folder, whole or not at all."""
         with whole_directory(output) as part:
             write_whole(part / VECTORS, self._file)
             write_json(part / RECORD, released.to_json())
@@ -286,7 +283,11 @@ def classify(folder: Path, source: str, encoder: str | None) -> Iterator[str | N
     if not labels or sorted(labels) != sorted(sizes):
         raise ConfigError(f"{folder}: is not as it was released. Type dpllm verify {folder}, which says why.")
     model = ModelConfig(name_or_path=encoder or str(declared.encoder))
-    reader = Encoder(model, declared.max_length or 2)
+    try:
+        reader = Encoder(model, declared.max_length or 2)
+    except ConfigError as error:
+        advice = " If it was a local folder, type --model DIR." if encoder is None else ""
+        raise ConfigError(f"{error}{advice}") from error
     if reader.digest != release.encoder or reader.of_public(["a"]).shape[1] != len(centre_D):
         raise ConfigError(
             f"{model.name_or_path}: has other weights, configuration or vocabulary than the encoder of {folder}, so its "
@@ -301,5 +302,5 @@ def classify(folder: Path, source: str, encoder: str | None) -> Iterator[str | N
         chosen = embedded.nearest(embedded.lattice(read_RP), vectors)
     else:
         chosen = embedded.scores(read_RP, vectors).argmax(axis=1)
-    for read_P, one in zip(read_RP, chosen, strict=True):
-        yield labels[one] if read_P.any() else None
+    for read_P, index in zip(read_RP, chosen, strict=True):
+        yield labels[index] if read_P.any() else None

@@ -56,7 +56,7 @@ from dpllm.text.rendering import joined
 
 def quote_of(config: RunConfig, request: InferenceRequest) -> tuple[ReleaseQuote, Refused | None]:
     """What would be promised, and what the ledger would say; spends nothing."""
-    with opened(config, request.delta, config.data.control, most=DELTA, create=False) as source:
+    with opened(config, request.delta, config.data.control, max_delta=DELTA, create=False) as source:
         source.refuse_tuned(config)
         quoted = _quote(config, request, source)
         reserved = _reservation(config, quoted)
@@ -105,7 +105,7 @@ def infer(config: RunConfig, request: InferenceRequest, output: Path, not_measur
         )
     refuse_adapter(config)
     with (
-        opened(config, request.delta, config.data.control, most=DELTA, create=True) as source,
+        opened(config, request.delta, config.data.control, max_delta=DELTA, create=True) as source,
         alone(output, output.with_name(f".{output.name}.lock")),
     ):
         if source.table.format == "messages":
@@ -145,21 +145,21 @@ class _Job:
         lines = [layouts.code_line(self.config.data.control, values) for values in self.shares] or [""]
         longest = max((self._prompts(line)([]) for line in lines), key=len)
         width, new = len(longest) + self.config.data.max_length, self.request.max_new_tokens
-        most = loading.positions(self.model)  # public
-        if most is not None and width + new > most:
+        max_positions = loading.positions(self.model)  # public
+        if max_positions is not None and width + new > max_positions:
             raise ConfigError(
-                f"a prompt of {width} tokens and {new} new ones exceed the {most} that the model reads. Lower data.max_length or "
-                "--max-new-tokens."
+                f"a prompt of {width} tokens and {new} new ones exceed the {max_positions} that the model reads. Lower "
+                "data.max_length or --max-new-tokens."
             )
-        for place in range(len(self.source.units)):
-            deque(map(self._record, self.source.units[place]), maxlen=0)
+        for index in range(len(self.source.units)):
+            deque(map(self._record, self.source.units[index]), maxlen=0)
         rows = 1 + self.quote.ballot.batch_size * (self.config.data.max_examples_per_unit or 1)
         self.reader = Reader(self.model, width, longest, rows, further=new)  # for all texts
         self.reader.lower_in_company(len(self.tokenizer))
 
     def pay(self, path: Path) -> None:
         """Reserves and charges, or goes on with what was paid for."""
-        source, ledger, whose = self.source, self.source.ledger, self.source.policy
+        source, ledger, policy = self.source, self.source.ledger, self.source.policy
         assert ledger is not None
         settings = asdict(self.request) | {"describe": self.released and digest(self.released.to_json())}
         for name in ("keep_unfinished", "min_words", "delta", "batch"):  # which decide no draw, or are resolved below
@@ -173,7 +173,7 @@ class _Job:
 
         def begin() -> dict[str, Any]:
             [claim] = reserve_all(
-                ledger, whose.dataset, [request], records=whose.records, derived_from=whose.derived_from
+                ledger, policy.dataset, [request], records=policy.records, derived_from=policy.derived_from
             )
             return {"entry": claim.entry, "codes": secrets.randbits(256), "coins": secrets.randbits(256)}
 
@@ -212,50 +212,48 @@ class _Job:
             values = random.Random(f"{self.draft.facts['codes']} {text}").choices(names, weights)[0] if names else ()
             sample = self._text(text, batch, layouts.code_line(columns, values) if columns else "")
             row = {**dict(zip(columns, values, strict=True)), "text": sample.text}
-            why = why_dropped(sample, self.filters, row, rows)
-            if why is None:
+            reason = why_dropped(sample, self.filters, row, rows)
+            if reason is None:
                 rows.append(row)
             else:
-                dropped[why] += 1
+                dropped[reason] += 1
             tell("Writing rows", len(rows), self.request.rows, note=f"{text + 1} texts drawn")
         if not rows:
-            why = ", ".join(f"{name}: {many}" for name, many in dropped.items())
+            reason = ", ".join(f"{name}: {count}" for name, count in dropped.items())
             raise ConfigError(
-                f"the filters dropped all of {dropped.total()} texts ({why}), and no batch votes twice. Type other filters, such "
-                "as --keep-unfinished, with the same command: the tokens are kept."
+                f"the filters dropped all of {dropped.total()} texts ({reason}), and no batch votes twice. Type other "
+                "filters, such as --keep-unfinished, with the same command: the tokens are kept."
             )
         return rows, dict(dropped)
 
     def _batches(self) -> Iterator[list[list[Row]]]:
-        """The units of each text: by their order, or each by a coin of its own."""
         units, size, texts = self.source.units, self.quote.ballot.batch_size, self.quote.texts
-        places = [number // size for number in range(len(units))]
+        batch_of = [number // size for number in range(len(units))]
         if self.quote.relation == "add_or_remove_one":
             coin = random.Random(self.draft.facts["coins"])
-            places = [coin.randrange(texts) for _ in range(len(units))]
+            batch_of = [coin.randrange(texts) for _ in range(len(units))]
         members: list[list[int]] = [[] for _ in range(texts)]
-        for number, place in enumerate(places):
-            if place < texts:  # else the last units, too few for another batch
-                members[place].append(number)
+        for number, batch in enumerate(batch_of):
+            if batch < texts:  # else the last units, too few for another batch
+                members[batch].append(number)
         for numbers in members:
             yield [units[number] for number in numbers]
 
     def _text(self, number: int, batch: Sequence[Sequence[Row]], line: str) -> Sample:
-        """One text: what is drawn already, and the rest."""
         drawn = self.tokens[number]
         tokens = [token for token in drawn if token is not None]
-        left = self.request.max_new_tokens - len(drawn) if self.ends.isdisjoint(tokens) else 0
-        if left:
+        remaining = self.request.max_new_tokens - len(drawn) if self.ends.isdisjoint(tokens) else 0
+        if remaining:
             reader, prompts = self.reader, self._prompts(line)
             rows = [prompts([]), *(prompts(self._record(row)) for unit in batch for row in unit)]
             logits = reader.read(rows)
             for token in tokens:
                 logits = reader.go_on(token, len(rows))
-            while left:
+            while remaining:
                 token = self._next(number, lambda: self._draw(logits, list(map(len, batch))))  # noqa: B023
                 tokens.append(token)
-                left = 0 if token in self.ends else left - 1
-                logits = reader.go_on(token, len(rows)) if left else logits
+                remaining = 0 if token in self.ends else remaining - 1
+                logits = reader.go_on(token, len(rows)) if remaining else logits
         text = self.tokenizer.decode([token for token in tokens if token not in self.ends], skip_special_tokens=True)
         return Sample(number, None, text.strip(), not self.ends.isdisjoint(tokens))
 
@@ -277,9 +275,9 @@ class _Job:
 
     def _prompts(self, line: str) -> Callable[[Sequence[int]], list[int]]:
         """From the tokens of a record to those of its prompt, behind which the text is drawn."""
-        before, after = self._around()
+        prefix, suffix = self._around()
         start = self.tokenizer(line, add_special_tokens=False)["input_ids"] if line else []
-        return lambda record: [*before, *record, *after, *start]
+        return lambda record: [*prefix, *record, *suffix, *start]
 
     def _around(self) -> tuple[list[int], list[int]]:
         tokenizer, prompt = self.tokenizer, self.request.prompt
@@ -296,8 +294,8 @@ class _Job:
                 )
         else:
             prompt = (tokenizer.bos_token or "") + prompt + "\n\n"
-        before, _, after = prompt.partition(FIELD)
-        encoded = tokenizer([before, after], add_special_tokens=False)["input_ids"]
+        prefix, _, suffix = prompt.partition(FIELD)
+        encoded = tokenizer([prefix, suffix], add_special_tokens=False)["input_ids"]
         return encoded[0], encoded[1]
 
     def beside(self) -> Beside:
@@ -318,10 +316,10 @@ class _Job:
         """The folder, with its card; closes the reservation."""
         config, source, quoted, policy = self.config, self.source, self.quote, self.source.policy
         columns, model = config.data.control, config.model
-        whose, parent, book = policy.dataset, policy.derived_from, source.ledger
+        dataset, parent, book = policy.dataset, policy.derived_from, source.ledger
         # What the base model states of its own training, which was on other data.
-        before = lineage.compose_with_base(
-            of_base(config), config, dataset=whose, derived_from=parent, book=book, plan=None
+        base_lineage = lineage.compose_with_base(
+            of_base(config), config, dataset=dataset, derived_from=parent, book=book, plan=None
         )
         facts = {
             "rows": len(rows),
@@ -343,7 +341,7 @@ class _Job:
             "dataset": names.public_name(source.account),
             "data_public": config.data.public,
             "composed": state.composed(LedgerRecord.pick(self.reservation.to_json(source.delta) or {}), source.delta),
-            "lineage": before,
+            "lineage": base_lineage,
             "eval_public": config.data.eval_public,
             "quality": quality,
             "date": time.strftime("%Y-%m-%d", time.gmtime()),

@@ -100,18 +100,16 @@ def quote(request: InferenceRequest, units: int, delta: float, relation: Relatio
 
 
 def _largest_range(request: InferenceRequest, delta: float, relation: Relation) -> float:
-    """The largest range of a draw, to a few thousandths, of which T draws keep to epsilon."""
-
     def cost(eta: float, accountant: str) -> float:
         return epsilon(BoundedRange(eta, request.max_new_tokens), delta, relation, accountant)
 
-    few, many = 1e-6, 100.0  # by the quick accountant, which overstates
+    low, high = 1e-6, 100.0  # by the quick accountant, which overstates
     for _ in range(40):
-        middle = math.sqrt(few * many)
-        few, many = (middle, many) if cost(middle, "rdp") <= request.epsilon else (few, middle)
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if cost(middle, "rdp") <= request.epsilon else (low, middle)
     for _ in range(6):  # epsilon grows no faster than the square, so that this approaches from below
-        further = few * math.sqrt(request.epsilon / max(cost(few, "pld"), 1e-9))
+        further = low * math.sqrt(request.epsilon / max(cost(low, "pld"), 1e-9))
         if further > 100 or cost(further, "pld") > request.epsilon:
             break
-        few = further
-    return few
+        low = further
+    return low

@@ -61,12 +61,12 @@ def randomize(
     with alone(output, output.with_name(f".{output.name}.lock")), scratch() as cache:
         if output.suffix != ".jsonl":
             raise ConfigError(f"--output {output}: is a file of JSON lines. Type a name that ends with .jsonl.")
-        if there := next((path for path in (output, record_of(output)) if path.exists()), None):
-            raise ConfigError(f"{there}: is there already, and would be lost. Type another --output.")
-        table = _checked(config.data, cache)
+        if existing := next((path for path in (output, record_of(output)) if path.exists()), None):
+            raise ConfigError(f"{existing}: is there already, and would be lost. Type another --output.")
+        table = _checked_table(config.data, cache)
         with open_ledger(config.privacy.ledger) as ledger:  # type: ignore[union-attr]
             claim = _charge(ledger, config, table, epsilon, again)
-            unit, most = config.data.unit, config.data.max_examples_per_unit or 1
+            unit, max_labels = config.data.unit, config.data.max_examples_per_unit or 1
             text = "".join(_flipped(row, unit, epsilon, below) for row in table.rows).encode()
             record = LabelRecord.pick(
                 {},
@@ -76,8 +76,8 @@ def randomize(
                 epsilon=epsilon,
                 probability=flip_probability(epsilon),
                 unit=unit,
-                max_labels=most,
-                unit_epsilon=most * epsilon,
+                max_labels=max_labels,
+                unit_epsilon=max_labels * epsilon,
                 dataset=claim.dataset,
                 entry=claim.entry,
                 date=time.strftime("%Y-%m-%d", time.gmtime()),
@@ -91,33 +91,32 @@ def randomize(
             return record
 
 
-def _checked(wanted: DataConfig, cache: Path) -> data.Table:
-    if (before := randomised(wanted)) is not None:
+def _checked_table(settings: DataConfig, cache: Path) -> data.Table:
+    if (previous := randomised(settings)) is not None:
         raise Refused(
-            f"{before}: its labels were randomised already ({record_of(before).name} lies beside it): the loss could not know "
-            "that they were flipped twice. Train on it as it is."
+            f"{previous}: its labels were randomised already ({record_of(previous).name} lies beside it): the loss could not "
+            "know that they were flipped twice. Train on it as it is."
         )
-    if wanted.unit in _FIELDS:
+    if settings.unit in _FIELDS:
         raise ConfigError(
-            f"--unit {wanted.unit}: is a text, and which one it is follows from the label. Name another column."
+            f"--unit {settings.unit}: is a text, and which one it is follows from the label. Name another column."
         )
-    table = data.load_table(wanted.train, wanted, wanted.train_split, cache)
-    if wanted.unit != "example" and sum(map(len, data.group_rows(table, wanted))) < len(table.rows):
+    table = data.load_table(settings.train, settings, settings.train_split, cache)
+    if settings.unit != "example" and sum(map(len, data.group_rows(table, settings))) < len(table.rows):
         raise DataError(
-            f"{table.name}: one {wanted.unit} has more than --max-labels {wanted.max_examples_per_unit} labels, which cost "
+            f"{table.name}: one {settings.unit} has more than --max-labels {settings.max_examples_per_unit} labels, which cost "
             "more than would be stated. Raise --max-labels, or drop rows."
         )
-    for place, row in enumerate(table.rows, start=1):
+    for position, row in enumerate(table.rows, start=1):
         turns = [turn for field in _FIELDS if isinstance(row.parts[field], list) for turn in row.parts[field]]
         if not all(isinstance(turn.get("content") or "", str) for turn in turns):
             raise DataError(
-                f"{table.location(place)} has a message whose content is no text, which could tell a label. Drop the row."
+                f"{table.location(position)} has a message whose content is no text, which could tell a label. Drop the row."
             )
     return table
 
 
 def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float, again: bool) -> Claim:
-    """Pays for a coin for each label, in the account of these labels, before the first is tossed."""
     records = fingerprint(table.parts(), _FIELDS, ledger.records.label_key())
     if config.data.unit == "example" and len(records.hashes) // HASH_BYTES < records.num_records:
         raise DataError(
@@ -126,13 +125,13 @@ def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float
         )
     event = PureDP((config.data.max_examples_per_unit or 1) * epsilon)
     request = RunRequest(event, _DELTA, 1, config.data.unit, "label_changed", "randomize-labels")
-    known = ledger.records.overlaps(records, ANY) or [data.dataset_name(config.data)]
-    name = label_account(config.privacy.dataset or known[0])
+    accounts = ledger.records.overlaps(records, ANY) or [data.dataset_name(config.data)]
+    name = label_account(config.privacy.dataset or accounts[0])
     try:
         claim = reserve_all(ledger, name, [request], records=records, once=not again)[0]
     except Refused as error:
         if error.reason == "again":
-            raise _drawn(ledger, table.name, error.dataset, event) from None
+            raise _already_drawn(ledger, table.name, error.dataset, event) from None
         if error.reason not in ("overlap", "renamed"):
             raise
         raise Refused(
@@ -145,15 +144,14 @@ def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float
     return claim
 
 
-def _drawn(ledger: Ledger, table: str, dataset: str, event: PureDP) -> Refused:
-    """Why labels are drawn once, and what another draw would cost."""
+def _already_drawn(ledger: Ledger, table: str, dataset: str, event: PureDP) -> Refused:
     account = ledger.account(dataset)
     held, unit = added(*account.events()), account.runs[0].reservation.unit
     died = "" if all(run.state not in OPEN for run in account.runs) else "One never ended, and its file may be there. "
     return Refused(
         f"{table}: some of these labels were randomised before ({dataset} in the ledger). {died}Another draw costs epsilon "
-        f"{event.epsilon:g} more for one {unit}, {held + event.epsilon:g} in all, since two files tell a label better than one. "
-        "Train on the file of that time, or type --again to pay for another.",
+        f"{event.epsilon:g} more for one {unit}, {held + event.epsilon:g} in all, since two files tell a label better than "
+        "one. Train on the file of that time, or type --again to pay for another.",
         dataset=dataset,
         reason="labels_again",
     )

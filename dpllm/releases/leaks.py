@@ -67,15 +67,15 @@ def in_rows(run: RunDir, path: Path, statement: PrivacyRecord) -> Iterator[str]:
     rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     text = "\n".join(strings(rows))
     drawn = canaries.load(run.canaries).canaries if run.canaries.exists() else ()
-    known = [canary.inserted for canary in drawn if any(answer.secret.strip() in text for answer in canary.answers)]
+    inserted = [canary.inserted for canary in drawn if any(answer.secret.strip() in text for answer in canary.answers)]
     planted = sum(canary.inserted for canary in drawn)
-    left_out = f"{known.count(False)} of {len(drawn) - planted} left out"
-    yield f"canary secrets in the rows: {known.count(True)} of {planted} planted and {left_out}."
+    left_out = f"{inserted.count(False)} of {len(drawn) - planted} left out"
+    yield f"canary secrets in the rows: {inserted.count(True)} of {planted} planted and {left_out}."
     if not statement.guarantee:
         yield from _rows(run, {path.name: text}, path.parent)
     columns = rows[0] if run.rows.exists() and rows else ()
     hits = {name: len(private_among(run.rows, [row[name] for row in rows])) for name in columns}
-    counts = ", ".join(f"{many} of {len(rows)} in {name}" for name, many in hits.items())
+    counts = ", ".join(f"{count} of {len(rows)} in {name}" for name, count in hits.items())
     if hits.get("prompt") or 2 * max(hits.values(), default=0) > len(rows):
         raise Refused(
             f"{path}: private text, word for word: {counts}. The guarantee does not cover that: run dpllm synthesize again."
@@ -87,8 +87,8 @@ def _text(path: Path) -> str:
     """Whatever text a file holds: its strings, where it is JSON, and its bytes, with or without a zero beside each."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         # Of safetensors names and description, without the tensors.
-        most = min(int.from_bytes(file.read(8), "little"), _LARGE) if path.suffix == _TENSORS else -1
-        raw = file.read(most)
+        header_size = min(int.from_bytes(file.read(8), "little"), _LARGE) if path.suffix == _TENSORS else -1
+        raw = file.read(header_size)
     text = raw.replace(b"\0", b"").decode("utf-8", errors="replace")
     try:
         return "\n".join([*strings(json.loads(text)), text]) if path.suffix in (".json", _TENSORS) else text
@@ -101,9 +101,9 @@ def text_of(row: Mapping[str, Any], fmt: Format) -> str:
     return "\n".join(strings([row[field] for field in FIELDS[fmt]]))
 
 
-def spread(total: int, most: int) -> Sequence[int]:
+def spread(total: int, limit: int) -> Sequence[int]:
     """Numbers of rows, evenly spread where there are more than ``most``."""
-    return [n * total // most for n in range(most)] if total > most else range(total)
+    return [n * total // limit for n in range(limit)] if total > limit else range(total)
 
 
 def _canaries(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
@@ -116,11 +116,11 @@ def _canaries(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]
     hits = {*_matches([(n, "", f"{canary.carrier} {canary.secret}") for n, canary in enumerate(planted)], texts)}
     for file, text in texts.items():
         if len(text) > _SMALL:  # the tokenizer's vocabulary: thousands of secrets in megabytes take too long
-            found = bool(secrets & set(_WORD.findall(text)))
+            hit = bool(secrets & set(_WORD.findall(text)))
         else:
             near = [secret for secret in secrets if secret in text]
-            found = any(len(secret) >= _SURE or re.search(_ALONE.format(re.escape(secret)), text) for secret in near)
-        hits |= {file} if found else set()
+            hit = any(len(secret) >= _SURE or re.search(_ALONE.format(re.escape(secret)), text) for secret in near)
+        hits |= {file} if hit else set()
     if hits:
         raise Refused(
             f"{folder}: canary texts: {', '.join(sorted(hits))} contains text of a canary. Delete it, and find out how it got "
@@ -134,51 +134,51 @@ def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
         yield "training text: not searched for, because the recipe declares the data public."
         return
     try:
-        table, same = read_again(run.rows, config.data, "training", run.private / "cache")
+        table, unchanged = read_again(run.rows, config.data, "training", run.private / "cache")
     except DpllmError as error:
         yield f"training text: not searched for ({error})."
         return
-    if not same:
+    if not unchanged:
         yield "training text: the rows that are there now are searched for, which are not known to be those that the run read."
-    total, whose = len(table.rows), list(owners(table, config.data))
+    total, owner_of = len(table.rows), list(owners(table, config.data))
     numbers = spread(total, MOST_ROWS)
-    rows = [(n + 1, whose[n], text_of(table.rows[n].parts, table.format)) for n in numbers]
-    hits = _matches(rows, texts, most=most_private(len({owner for _, owner, _ in rows})))
+    rows = [(n + 1, owner_of[n], text_of(table.rows[n].parts, table.format)) for n in numbers]
+    hits = _matches(rows, texts, limit=most_private(len({owner for _, owner, _ in rows})))
     if hits:
-        where = [f"{file} (row {number})" for file, number in sorted(hits.items())]
+        files = [f"{file} (row {number})" for file, number in sorted(hits.items())]
         raise Refused(
-            f"{folder}: training text: text of the training data is in {', '.join(where)}. Remove it, and write the card again."
+            f"{folder}: training text: text of the training data is in {', '.join(files)}. Remove it, and write the card again."
         )
     if len(rows) < total:
         yield f"training text: only {len(rows)} of {total} rows, evenly spread, were searched for."
 
 
-def _matches(rows: Iterable[tuple[int, str, str]], texts: dict[str, str], most: float = math.inf) -> dict[str, int]:
+def _matches(rows: Iterable[tuple[int, str, str]], texts: dict[str, str], limit: float = math.inf) -> dict[str, int]:
     """File -> a row of which it holds words in their order.
 
     Args:
         rows: Number, owner and text of each.
         texts: By file.
-        most: Words of more owners than that are nobody's.
+        limit: Words of more owners than that are nobody's.
     """
     long = [
-        (number, owner, own)
+        (number, owner, sequence)
         for number, owner, row in rows
-        if len(own := words(row)) >= WORDS or (len(own) >= WORDS // 2 and sum(map(len, own)) >= _SHORT)
+        if len(sequence := words(row)) >= WORDS or (len(sequence) >= WORDS // 2 and sum(map(len, sequence)) >= _SHORT)
     ]
     read = {file: words(text) for file, text in texts.items()}
     index: dict[Words, str] = {}
-    for length in {min(len(own), WORDS) for _, _, own in long}:
-        for file, own in read.items():
+    for length in {min(len(sequence), WORDS) for _, _, sequence in long}:
+        for file, sequence in read.items():
             if length == WORDS or len(texts[file]) <= _SMALL:  # of shorter runs a vocabulary holds many by chance
-                index |= dict.fromkeys(grams(own, length), file)
-    seen: dict[Words, dict[int, str]] = defaultdict(dict)
-    for number, owner, own in long:
-        for gram in grams(own, min(len(own), WORDS)) & index.keys():
-            seen[gram][number] = owner
+                index |= dict.fromkeys(grams(sequence, length), file)
+    matches: dict[Words, dict[int, str]] = defaultdict(dict)
+    for number, owner, sequence in long:
+        for gram in grams(sequence, min(len(sequence), WORDS)) & index.keys():
+            matches[gram][number] = owner
     hits: dict[str, int] = {}
-    for gram, holders in seen.items():
-        if len({*holders.values()}) <= most:
+    for gram, holders in matches.items():
+        if len({*holders.values()}) <= limit:
             hits.setdefault(index[gram], min(holders))
     return hits
 
@@ -188,6 +188,6 @@ def words(text: str) -> Words:
     return tuple(_WORD.findall(text.lower()))
 
 
-def grams(own: Words, length: int) -> set[Words]:
+def grams(text: Words, length: int) -> set[Words]:
     """Every run of so many words."""
-    return {own[start : start + length] for start in range(len(own) - length + 1)}
+    return {text[start : start + length] for start in range(len(text) - length + 1)}

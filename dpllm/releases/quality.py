@@ -183,32 +183,32 @@ def _described(name: str, side: Side) -> Figures:
 
 def _learned(sides: Mapping[str, Side], column: str) -> Figures:
     """Train on synthetic, test on real (TSTR); the same from as many real rows (TRTR), and by guessing."""
-    written, train, held = (sides.get(name) for name in (SYNTHETIC, TRAINING, EVALUATION))
-    if written is None or held is None:
+    written, train, evaluation = (sides.get(name) for name in (SYNTHETIC, TRAINING, EVALUATION))
+    if written is None or evaluation is None:
         return {}
-    truth = held.labels[column]
+    truth = evaluation.labels[column]
     usual = [max(sorted(set(truth)), key=truth.count, default="")] * len(truth)
     figures = _accuracy(f"{column} by the commonest value", usual, truth)
-    figures |= _accuracy(f"{column} by TSTR", _predict(written, column, len(written.texts), held), truth)
+    figures |= _accuracy(f"{column} by TSTR", _predict(written, column, len(written.texts), evaluation), truth)
     if train:
-        figures |= _accuracy(f"{column} by TRTR", _predict(train, column, len(written.texts), held), truth)
+        figures |= _accuracy(f"{column} by TRTR", _predict(train, column, len(written.texts), evaluation), truth)
     return figures
 
 
-def _predict(learned: Side, column: str, most: int, asked: Side) -> list[str] | None:
+def _predict(learned: Side, column: str, max_words: int, test: Side) -> list[str] | None:
     """What logistic regression on TF-IDF of words and pairs, learned from so many rows, says; None: there are no rows."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
 
-    numbers = spread(len(learned.texts), min(most, LEARNED))
-    texts, labels = ([of[number] for number in numbers] for of in (learned.texts, learned.labels[column]))
-    if len(set(labels)) < 2 or not asked.texts:
-        return [labels[0]] * len(asked.texts) if labels else None
+    numbers = spread(len(learned.texts), min(max_words, LEARNED))
+    texts, labels = ([side[number] for number in numbers] for side in (learned.texts, learned.labels[column]))
+    if len(set(labels)) < 2 or not test.texts:
+        return [labels[0]] * len(test.texts) if labels else None
     # No words at all, which every text has: without a feature there would be an error.
     features = TfidfVectorizer(analyzer=lambda text: {(), *grams(words(text), 1), *grams(words(text), 2)})
     model = make_pipeline(features, LogisticRegression(max_iter=1000)).fit(texts, labels)
-    return list(map(str, model.predict(asked.texts)))
+    return list(map(str, model.predict(test.texts)))
 
 
 def _accuracy(name: str, predicted: Sequence[str] | None, truth: Sequence[str]) -> Figures:
@@ -218,13 +218,13 @@ def _accuracy(name: str, predicted: Sequence[str] | None, truth: Sequence[str]) 
     right, total = sum(map(operator.eq, predicted, truth)), len(truth)
     return {
         f"{name}: accuracy": right / total,
-        f"{name}: accuracy, low": 1 - _most(total - right, right),
-        f"{name}: accuracy, high": _most(right, total - right),
+        f"{name}: accuracy, low": 1 - _upper_percent(total - right, right),
+        f"{name}: accuracy, high": _upper_percent(right, total - right),
     }
 
 
-def _most(events: int, others: int) -> float:
-    return float(special.betaincinv(events + 1, others, 0.975)) if others else 1.0
+def _upper_percent(events: int, non_events: int) -> float:
+    return float(special.betaincinv(events + 1, non_events, 0.975)) if non_events else 1.0
 
 
 def _repeated(sides: Mapping[str, Side]) -> Figures:
@@ -233,10 +233,10 @@ def _repeated(sides: Mapping[str, Side]) -> Figures:
     of_rows = [grams(words(text), WORDS) for text in sides[SYNTHETIC].texts]
     real = {f"any {name} row": sides[name].texts for name in (EVALUATION, TRAINING) if name in sides}
     if len(real) == 2:
-        train, held = sides[TRAINING].texts, sides[EVALUATION].texts
-        real["equally many training rows"] = [train[number] for number in spread(len(train), len(held))]
+        train, evaluation = sides[TRAINING].texts, sides[EVALUATION].texts
+        real["equally many training rows"] = [train[number] for number in spread(len(train), len(evaluation))]
     for name, texts in real.items():
         runs = {run for text in texts for run in grams(words(text), WORDS)}
-        repeats = sum(not runs.isdisjoint(own) for own in of_rows)
+        repeats = sum(not runs.isdisjoint(row_grams) for row_grams in of_rows)
         figures[f"with {WORDS} words of {name}"] = repeats / len(of_rows) if of_rows else None
     return figures

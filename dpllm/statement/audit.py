@@ -253,7 +253,7 @@ class Summary(Record):
         }
 
     def __repr__(self) -> str:
-        return "Audit: " + ", ".join(f"{name} {words}" for name, words in self._in_words().items() if words is not None)
+        return "Audit: " + ", ".join(f"{name} {text}" for name, text in self._in_words().items() if text is not None)
 
     __str__ = __repr__
 
@@ -262,8 +262,8 @@ class Summary(Record):
 
     def by_group(self) -> dict[str, dict[str, Attack]]:
         """The attacks on each group, by how often its canaries were planted."""
-        least = {str(attack.group): self.attacks for attack in self.attacks.values()}
-        return least | {group: seen.attacks for group, seen in self.repeated.items()}
+        once = {str(attack.group): self.attacks for attack in self.attacks.values()}
+        return once | {group: summary.attacks for group, summary in self.repeated.items()}
 
 
 class CanaryGroup(Record):
@@ -320,8 +320,8 @@ class Canaries(Record):
             return "secrets of tokens that the base model hardly expects"
         settings = self.settings
         size = f"{settings.digits} digits" if self.kind == "digits" else f"{settings.tokens} tokens"
-        where = " at the end of prompts, which no row learns to predict" if settings.place == "prompt" else ""
-        return f"random secrets of {size}{where}"
+        position = " at the end of prompts, which no row learns to predict" if settings.place == "prompt" else ""
+        return f"random secrets of {size}{position}"
 
 
 class AuditRecord(Summary):

@@ -49,15 +49,15 @@ class Claim:
         """The claim that a canary with so many repetitions is under."""
         return group_claim(self.epsilon, self.delta, self.units(repetitions))
 
-    def limits(self, repetitions: int, whole: Mapping[str, float | None] | None) -> dict[str, float]:
+    def limits(self, repetitions: int, mechanism: Mapping[str, float | None] | None) -> dict[str, float]:
         """What no attack on such a canary can exceed, see ``attacker_limits``.
 
         ``whole`` is the same of one unit from the whole mechanism, which says more than one (epsilon, delta); None: not known.
         """
         target = self.of(repetitions)
-        known = (whole or {}) if self.units(repetitions) == 1 else {}
+        mechanism_limits = (mechanism or {}) if self.units(repetitions) == 1 else {}
         pair = attacker_limits(target.epsilon, target.delta)
-        return {name: min(value, known.get(name) or value) for name, value in pair.items()}
+        return {name: min(value, mechanism_limits.get(name) or value) for name, value in pair.items()}
 
 
 def group_claim(epsilon: float, delta: float, repetitions: int) -> GroupClaim:

@@ -85,46 +85,46 @@ def findings(
     return rows + (_gradient(gradient, thing, planned) if gradient else [])
 
 
-def _gradient(seen: GradientAudit, thing: str, planned: int) -> list[Row]:
-    steps = count(seen.steps) + (f" of {count(planned)}" if seen.steps < planned else "")
-    most = f"at most {measured(seen.ceiling)}; AUC {measured(seen.auc)}, {interval(seen.auc_interval)}"
+def _gradient(audit: GradientAudit, thing: str, planned: int) -> list[Row]:
+    steps = count(audit.steps) + (f" of {count(planned)}" if audit.steps < planned else "")
+    ceiling = f"at most {measured(audit.ceiling)}; AUC {measured(audit.auc)}, {interval(audit.auc_interval)}"
     rows = [
         Row(
             "Gradient canaries",
-            f"{count(seen.canaries)} known vectors of length C were each planted in the summed gradients, or left out, by a "
+            f"{count(audit.canaries)} known vectors of length C were each planted in the summed gradients, or left out, by a "
             f"fair coin, and were sampled, clipped and noised like any {thing}. An observer of the noised sums of {steps} steps "
-            f"who knew the vectors could prove ε ≥ {measured(seen.epsilon_lower_bound)} with {percent(1 - seen.alpha)} "
-            f"confidence ({most}).",
+            f"who knew the vectors could prove ε ≥ {measured(audit.epsilon_lower_bound)} with {percent(1 - audit.alpha)} "
+            f"confidence ({ceiling}).",
             "That tests the mechanism, not what the weights remember: whoever holds only the weights sees less.",
         ),
         Row(
             "Measured on them",
-            f"noise of {measured(seen.noise, 3)} C ({interval(seen.noise_interval, 3)}) where "
-            f"{measured(seen.noise_planned, 3)} C was planned;",
-            f"drawn {measured(seen.drawn)} times each (standard error {measured(seen.drawn_standard_error)}) where "
-            f"{measured(seen.drawn_planned)} was planned.",
+            f"noise of {measured(audit.noise, 3)} C ({interval(audit.noise_interval, 3)}) where "
+            f"{measured(audit.noise_planned, 3)} C was planned;",
+            f"drawn {measured(audit.drawn)} times each (standard error {measured(audit.drawn_standard_error)}) where "
+            f"{measured(audit.drawn_planned)} was planned.",
         ),
     ]
-    if (held := seen.weights) is not None:
-        most = f"at most {measured(held.ceiling)}; AUC {measured(held.auc)}, {interval(held.auc_interval)}"
+    if (weights := audit.weights) is not None:
+        ceiling = f"at most {measured(weights.ceiling)}; AUC {measured(weights.auc)}, {interval(weights.auc_interval)}"
         rows.insert(
             1,
             Row(
                 "The same in the weights",
                 f"whoever holds the weights before and after the run, and saw no step, could prove ε ≥ "
-                f"{measured(held.epsilon_lower_bound)} with {percent(1 - held.alpha)} confidence ({most}).",
-                f"Expected to be visible in the final weights is ε {measured(held.expected_epsilon)}, by the last-iterate "
+                f"{measured(weights.epsilon_lower_bound)} with {percent(1 - weights.alpha)} confidence ({ceiling}).",
+                f"Expected to be visible in the final weights is ε {measured(weights.expected_epsilon)}, by the last-iterate "
                 "comparison, a heuristic and no bound: of that an audit with so many vectors finds a part.",
             ),
         )
     return rows
 
 
-def attacks(found: Iterable[tuple[str, Attack]], *, claimed: bool = True) -> Table:
+def attacks(named_attacks: Iterable[tuple[str, Attack]], *, claimed: bool = True) -> Table:
     """Membership of planted canaries, by attacks on groups of them; beside what epsilon allows where it is ``claimed``."""
     rows: list[tuple[str, ...]] = []
     sure = 0.0
-    for name, attack in found:
+    for name, attack in named_attacks:
         sure, limits = attack.confidence, attack.limits if claimed else None
         rate, between = share(attack.tpr_at_1_percent_fpr), attack.tpr_at_1_percent_fpr_interval
         rows.append(
@@ -147,17 +147,17 @@ def secrets(exposure: Mapping[str, Exposure], extraction: Mapping[str, Extractio
     """What becomes of planted secrets, by how often each was planted."""
     rows: list[tuple[str, ...]] = []
     for group in by_number(exposure):
-        seen, got = exposure[group], extraction[group]
+        exposed, extracted = exposure[group], extraction[group]
         rows.append(
             (
                 group,
-                str(seen.inserted),
-                *map(measured, (seen.mean, seen.null_mean, seen.base_mean)),
-                p_value(seen.p_value),
-                measured(seen.maximum),
-                f"{got.tuned} of {got.inserted}",
-                f"{got.base} of {got.inserted}",
-                f"{got.held_out_tuned} of {got.held_out}",
+                str(exposed.inserted),
+                *map(measured, (exposed.mean, exposed.null_mean, exposed.base_mean)),
+                p_value(exposed.p_value),
+                measured(exposed.maximum),
+                f"{extracted.tuned} of {extracted.inserted}",
+                f"{extracted.base} of {extracted.inserted}",
+                f"{extracted.held_out_tuned} of {extracted.held_out}",
             )
         )
     ranks = ("Mean exposure (bits)", "Expected of no memory", "Base model", "p-value", "Largest")

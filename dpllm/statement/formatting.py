@@ -110,7 +110,7 @@ def code(value: object) -> str:
 def visible(value: object) -> str:
     """Text on one line, without letters that nobody sees or that turn the others around."""
     line = " ".join(str(value).split())
-    return "".join(one for one in line if unicodedata.category(one) not in ("Cc", "Cf")).strip()
+    return "".join(character for character in line if unicodedata.category(character) not in ("Cc", "Cf")).strip()
 
 
 def _prose(text: str) -> str:
@@ -127,6 +127,11 @@ def tier(epsilon: float) -> str:
     return "strong" if epsilon <= 1 else "reasonable" if epsilon <= 10 else "weak, often no meaningful protection"
 
 
+def is_folder_name(source: object) -> bool:
+    """Whether a published name is the last part of a local path: neither ORGANISATION/NAME of the Hub nor builtin:NAME."""
+    return isinstance(source, str) and not re.search("[/:]", source)
+
+
 def by_number(names: Iterable[str]) -> list[str]:
     """Names that are numbers, the smallest first."""
     return sorted(names, key=int)
@@ -136,8 +141,8 @@ def by_number(names: Iterable[str]) -> list[str]:
 def template(name: str) -> Template:
     """A template of a card or of a part of it."""
     loader = FileSystemLoader(TEMPLATES)
-    found: Template = Environment(loader=loader, undefined=StrictUndefined, autoescape=False).get_template(name)
-    return found
+    loaded: Template = Environment(loader=loader, undefined=StrictUndefined, autoescape=False).get_template(name)
+    return loaded
 
 
 def epsilon_in_prose(answer: Mapping[str, Any]) -> str:

@@ -99,7 +99,7 @@ def compose_with_base(
     if base is None:
         return None
     account = book.records.charged_to(dataset, derived_from) if book else derived_from or dataset
-    same_data = [one for one in base.models if one.dataset == account]
+    same_data = [model for model in base.models if model.dataset == account]
     composed, reason = together(same_data, plan, config.flaw)
     if base.statement.dataset is None:
         reason = f"nothing says on which data {base.statement.name} was trained"
@@ -114,22 +114,22 @@ def compose_with_base(
 
 
 def together(
-    same_data: Sequence[Ancestor], own: PromisedEvent | None, broken: str | None = None
+    same_data: Sequence[Ancestor], terms: PromisedEvent | None, broken: str | None = None
 ) -> tuple[ComposedLineage | None, str | None]:
     """Epsilon of a run and of those before it on the same data, at its delta; or why there is none.
 
     Args:
         same_data: What the models before it state that learnt the same data.
-        own: What the run itself promises; None: nothing.
+        terms: What the run itself promises; None: nothing.
         broken: Why it gives no guarantee all the same.
     """
     if not same_data:
         return None, "the runs are on different datasets: each statement is about its own data"
-    if own is None or broken:
+    if terms is None or broken:
         return None, f"this run gives no guarantee: {broken or 'nothing was planned'}"
-    events: list[Event] = [own.event]
+    events: list[Event] = [terms.event]
     for parent in same_data:
-        theirs, ours = (f"{one.unit}, {one.neighbouring_relation}" for one in (parent, own))
+        theirs, ours = (f"{record.unit}, {record.neighbouring_relation}" for record in (parent, terms))
         if not parent.guarantee:
             return None, f"{parent.name}, on the same dataset, has no guarantee, so all together have none"
         if theirs != ours:
@@ -137,30 +137,30 @@ def together(
         if parent.event is None:
             return None, f"{parent.name}, on the same dataset, does not say what it released"
         events.append(parent.event)
-    epsilon = accounting.epsilon(accounting.compose(events), own.delta, own.neighbouring_relation)
+    epsilon = accounting.epsilon(accounting.compose(events), terms.delta, terms.neighbouring_relation)
     if not math.isfinite(epsilon):
-        return None, f"no finite epsilon can be certified at delta {own.delta:g} for all runs together"
+        return None, f"no finite epsilon can be certified at delta {terms.delta:g} for all runs together"
     accountant = f"dp-accounting PLD {accounting.versions()['version']}"
-    return ComposedLineage(epsilon=epsilon, delta=own.delta, accountant=accountant), None
+    return ComposedLineage(epsilon=epsilon, delta=terms.delta, accountant=accountant), None
 
 
 def of_labels(labels: Labels | None, base: Base | None, book: Ledger | None) -> Labels | None:
     """The labels of a run with the total of their account: what the ledger, their record and the models before it know."""
     if labels is None:
         return None
-    held = 0.0
+    account_epsilon = 0.0
     with contextlib.suppress(ConfigError):  # the ledger has no such entry
         if book and book.run(labels.entry).reservation.dataset == labels.dataset:
-            held = added(*book.account(labels.dataset).events())
-    return labels.with_account(held, base.labels if base else ())
+            account_epsilon = added(*book.account(labels.dataset).events())
+    return labels.with_account(account_epsilon, base.labels if base else ())
 
 
 def why_not(lineage: Lineage | None) -> str | None:
     """Why a run's own guarantee does not hold because of the models before it; None if it does."""
     for parent in lineage.on_same_data if lineage else ():
         if not parent.guarantee:
-            same = f"which was trained on the same dataset ({parent.dataset}) without a guarantee"
-            return f"what it started from goes back to {parent.name}, {same}"
+            same_data = f"which was trained on the same dataset ({parent.dataset}) without a guarantee"
+            return f"what it started from goes back to {parent.name}, {same_data}"
     return None
 
 
@@ -168,7 +168,7 @@ def deviations(lineage: Lineage | None) -> list[str]:
     """Models before this one that promise nothing for their own data, which the card must name."""
     models = lineage.models if lineage else ()
     same_data = lineage.on_same_data if lineage else ()
-    names = dict.fromkeys(one.name for one in models if not one.guarantee and one not in same_data)
+    names = dict.fromkeys(model.name for model in models if not model.guarantee and model not in same_data)
     return [
         f"{name}, from which this model was made, states no differential privacy guarantee for the data it was trained on: "
         "these weights may reveal them; a guarantee of this run is about this run's own training data, and only as far as they "

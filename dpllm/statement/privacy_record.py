@@ -182,7 +182,7 @@ class Lineage(Record):
     @property
     def on_same_data(self) -> list[Ancestor]:
         """Those that learned the common dataset."""
-        return [one for one in self.models if one.dataset is not None and one.dataset == self.dataset]
+        return [model for model in self.models if model.dataset is not None and model.dataset == self.dataset]
 
 
 class MergedFrom(Record):

@@ -153,24 +153,25 @@ class Statistics(Record):
 
     def positive(self, name: str | None) -> dict[str, float]:
         """The declared values of a statistic of which the released count is positive, with that count."""
-        counts = next((one.value for one in self.releases if one.statistic == name and one.value), {})
+        counts = next((release.value for release in self.releases if release.statistic == name and release.value), {})
         return {value: count for value, count in counts.items() if value != OTHER and count > 0}
 
     def entries(self) -> list[Entry]:
         """What a ledger was charged for each release, by an entry of its own."""
         account = self.dataset, self.unit, self.neighbouring_relation
-        paid = ((one.entry or "", one.event) for one in self.releases)
+        paid = ((release.entry or "", release.event) for release in self.releases)
         return [Entry(name, *account, event, count_releases(event)) for name, event in paid]
 
     @property
     def pure(self) -> float:
         """The sum of all epsilons, at a delta of 0; infinite with Gaussian sums."""
-        return sum(one.event.epsilon if isinstance(one.event, PureDP) else math.inf for one in self.releases)
+        events = [release.event for release in self.releases]
+        return sum(event.epsilon if isinstance(event, PureDP) else math.inf for event in events)
 
     @property
     def drawn(self) -> bool:
         """Whether everything was released, and this is no dry run."""
-        return all(one.value is not None and one.entry is not None for one in self.releases)
+        return all(release.value is not None and release.entry is not None for release in self.releases)
 
 
 class Embedded(Statistics):
@@ -215,11 +216,11 @@ class Labels(Record):
 
     @model_validator(mode="after")
     def _follows(self) -> Self:
-        whole = self.max_labels * self.epsilon
+        unit_epsilon = self.max_labels * self.epsilon
         rules = {
             "probability is not that of epsilon": abs(self.probability - flip_probability(self.epsilon)) <= 1e-12,
-            "unit_epsilon is not that of all its labels": abs(self.unit_epsilon - whole) <= 1e-9 * whole,
-            "account_epsilon is less than this draw": (self.account_epsilon or math.inf) >= whole * (1 - 1e-9),
+            "unit_epsilon is not that of all its labels": abs(self.unit_epsilon - unit_epsilon) <= 1e-9 * unit_epsilon,
+            "account_epsilon is less than this draw": (self.account_epsilon or math.inf) >= unit_epsilon * (1 - 1e-9),
             "an example has one label": self.unit != "example" or self.max_labels == 1,
         }
         if wrong := [problem for problem, good in rules.items() if not good]:
@@ -256,11 +257,11 @@ class LabelRecord(Labels):
         return Labels.pick(self.to_json())
 
 
-def page(shown: Statistics) -> str:
+def page(statistics: Statistics) -> str:
     """The card of a folder of clusters, or of a classifier: README.md."""
-    [one] = shown.releases
-    sizes = {name: f"{count:,}" for name, count in one.counts()}
-    return formatting.template("embedded.md.j2").render(w=formatting, s=shown, one=one, sizes=sizes)
+    [release] = statistics.releases
+    sizes = {name: f"{count:,}" for name, count in release.counts()}
+    return formatting.template("embedded.md.j2").render(w=formatting, s=statistics, one=release, sizes=sizes)
 
 
 def read_vectors(path: Path, release: Release) -> tuple[Any, Any]:
@@ -280,7 +281,7 @@ def read_vectors(path: Path, release: Release) -> tuple[Any, Any]:
         tensors = safetensors.numpy.load(content)
         centre, vectors = tensors["centre"], tensors["vectors"]
         good = len(tensors) == 2 and centre.ndim == 1 and vectors.shape == shape
-        good &= all(one.dtype == np.float64 and bool(np.isfinite(one).all()) for one in (centre, vectors))
+        good &= all(tensor.dtype == np.float64 and bool(np.isfinite(tensor).all()) for tensor in (centre, vectors))
         good &= hashlib.sha256(content).hexdigest() == release.vectors
     except (OSError, KeyError, ValueError, TypeError, safetensors.SafetensorError):
         good = False

@@ -148,8 +148,8 @@ def _checked(kind: type[_Kind], path: Path, value: Json) -> _Kind:
         return kind.model_validate_json(json.dumps(value))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        problem = f"{where} is not what a run writes there" if where else first["msg"].removeprefix("Value error, ")
+        field = ".".join(map(str, first["loc"]))
+        problem = f"{field} is not what a run writes there" if field else first["msg"].removeprefix("Value error, ")
         raise ConfigError(
             f"{path}: {problem}, so nothing could be said of the run. The file is damaged: restore it, or train again."
         ) from None

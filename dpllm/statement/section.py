@@ -70,10 +70,10 @@ def parts(markdown: str, names: Sequence[str] = PARTS) -> dict[str, str]:
 
 def first(markdown: str, names: Sequence[str] = PARTS) -> bool:
     """Whether the marked parts of a card come first, one after the other: behind its front matter nothing stands before them."""
-    shown = _MATTER.sub("", _read(markdown), count=1).lstrip("\n")
+    visible = _MATTER.sub("", _read(markdown), count=1).lstrip("\n")
     order = [marker for name in names for marker in _markers(name)]
     between = zip(order[1:-1:2], order[2::2], strict=True)
-    return shown.startswith(order[0]) and all(re.search(rf"{end}\n*{start}", shown) for end, start in between)
+    return visible.startswith(order[0]) and all(re.search(rf"{end}\n*{start}", visible) for end, start in between)
 
 
 def front_matter(markdown: str) -> Json:
@@ -90,9 +90,9 @@ def front_matter(markdown: str) -> Json:
     if matter and "\r" not in text and len(matter[1]) <= _MOST_MATTER and not _TRICK.search(matter[1]):
         # A tag can ask for a type that its value is not of, and an escape for half a letter, which nobody can write.
         with contextlib.suppress(yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError):
-            made = read_yaml(matter[1])
-            json.dumps(made, ensure_ascii=False, default=str).encode()
-            value = made
+            parsed = read_yaml(matter[1])
+            json.dumps(parsed, ensure_ascii=False, default=str).encode()
+            value = parsed
     if not isinstance(value, dict):
         raise ConfigError(
             "README.md has no front matter of YAML with each key once and no anchors, so nothing that it states can be found. "
@@ -109,7 +109,7 @@ def ambiguous(markdown: str) -> bool:
     """
     matter = _MATTER.match(_read(markdown))
     text = matter[1] if matter else ""
-    strange = any(unicodedata.category(one) in ("Cc", "Cf", "Zl", "Zp") for one in text if one not in "\t\n")
+    strange = any(unicodedata.category(sign) in ("Cc", "Cf", "Zl", "Zp") for sign in text if sign not in "\t\n")
     return strange or _OTHERWISE.search(text) is not None
 
 

@@ -55,26 +55,26 @@ def statement_of(
     Raises:
         ConfigError: The audit is not of this run, or one of these holds what no statement may say.
     """
-    if audit is not None and (other := other_than_audited(audit, plan, record.artifacts)):
-        raise ConfigError(f"audit.json {other} the run's, so its verdict is not about this run. Run dpllm audit again.")
+    if audit is not None and (mismatch := other_than_audited(audit, plan, record.artifacts)):
+        raise ConfigError(f"audit.json {mismatch} the run's, so its verdict is about another. Run dpllm audit again.")
     reason = why_not(config, plan, record, audit)
-    beside = None if statistics is None else beside_run(_released(statistics, plan, record), plan, reason is None)
+    released = None if statistics is None else beside_run(_released(statistics, plan, record), plan, reason is None)
     secure, lattice = record.generator == CRYPTOGRAPHIC, record.lattice and record.lattice.to_json()
-    drawn = {"generator": record.generator, "secure_noise": secure, "lattice": lattice}
+    randomness = {"generator": record.generator, "secure_noise": secure, "lattice": lattice}
     where_known = {
         "plan" if reason is None else "attempted": plan and plan.to_json(),
         "reason": reason,
         "labels": record.labels and record.labels.to_json(),
-        "labels_before": [one.to_json() for one in record.labels_before] or None,
-        "statistics": beside and beside.to_json(),
+        "labels_before": [draw.to_json() for draw in record.labels_before] or None,
+        "statistics": released and released.to_json(),
         "deployment": config.card.deployment.model_dump(exclude_none=True) or None,
     }
     facts = {
         "schema_version": privacy_record.SCHEMA_VERSION,
         "guarantee": reason is None,
-        **_of_recipe(config, record),
-        **_happened(record),
-        "randomness": None if plan is None else drawn,
+        **_recipe_fields(config, record),
+        **_record_fields(record),
+        "randomness": None if plan is None else randomness,
         "composed": composed(record.ledger, plan.delta if plan else None).to_json() if record.ledger else None,
         "not_covered": _not_covered(config, plan, record) if reason is None else [_EVERYTHING],
         "audit": audit.to_json() if audit else None,
@@ -85,16 +85,15 @@ def statement_of(
     return privacy_record.read({**names.without_paths(facts), **template})
 
 
-def _of_recipe(config: RunConfig, record: RunRecord) -> Json:
-    """What a statement holds of the recipe, in public words."""
+def _recipe_fields(config: RunConfig, record: RunRecord) -> Json:
     base = record.model.name_or_path
-    known = record.model.commit or names.is_builtin(base)
+    is_linked = record.model.commit or names.is_builtin(base)
     return {
         "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
         "dataset": record.ledger.dataset if record.ledger else names.public_name(config.data.train),
         "data_public": config.data.public,
         "base_model": {
-            "name": base if known else names.last_part(base),
+            "name": base if is_linked else names.last_part(base),
             "revision": record.model.commit,
             "covered": False,
         },
@@ -105,8 +104,7 @@ def _of_recipe(config: RunConfig, record: RunRecord) -> Json:
     }
 
 
-def _happened(record: RunRecord) -> Json:
-    """What a statement holds of the record as it is."""
+def _record_fields(record: RunRecord) -> Json:
     lost = {"lost": record.steps_lost} if record.steps_lost else {}
     return {
         "steps": {"planned": record.steps_planned, "taken": record.steps_taken, **lost},
@@ -119,7 +117,7 @@ def _happened(record: RunRecord) -> Json:
             name: value
             for name, value in record.hardware.items()
             if isinstance(value, str | int | float)
-            or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+            or (isinstance(value, list) and all(isinstance(item, str) for item in value))
         },
         "date": record.started_at[:10],
     }
@@ -128,8 +126,8 @@ def _happened(record: RunRecord) -> Json:
 def why_not(config: RunConfig, plan: Plan | None, record: RunRecord, audit: AuditRecord | None) -> str | None:
     """Why a run gives no guarantee, as one sentence without its full stop; None where it gives one."""
     if not config.privacy.enabled or plan is None:
-        where = ", on data that the recipe declares public" if config.data.public else ""
-        return f"this model was trained without differential privacy (privacy.enabled: false){where}"
+        public = ", on data that the recipe declares public" if config.data.public else ""
+        return f"this model was trained without differential privacy (privacy.enabled: false){public}"
     if not record.guarantee.holds:
         return (record.guarantee.reason or "an assumption of the guarantee was broken").rstrip(". ")
     if (broken := config.flaw) is not None:  # whatever the record says
@@ -159,8 +157,8 @@ def other_than_audited(audit: AuditRecord, plan: Plan | None, files: Mapping[str
     """
     of_these = {name: files[name] for name in of_model(files)}
     weights = {name for name in of_these if name.endswith(".safetensors")}
-    same = weights <= audit.weights.keys() and audit.weights.items() <= of_these.items()
-    rules = {"is about other weights than": bool(weights) and same}
+    same_weights = weights <= audit.weights.keys() and audit.weights.items() <= of_these.items()
+    rules = {"is about other weights than": bool(weights) and same_weights}
     if plan:
         rules |= {
             "is of other canaries than": plan.canary_commitment == audit.canaries.commitment,
@@ -172,21 +170,21 @@ def other_than_audited(audit: AuditRecord, plan: Plan | None, files: Mapping[str
 
 def _released(describe: Json, plan: Plan | None, record: RunRecord) -> Statistics:
     """What describe.json says, which has to be about the data that the run was charged for, and to add to it."""
-    shown, ledger = Statistics.pick(describe), record.ledger
-    if not shown.drawn:
+    statistics, ledger = Statistics.pick(describe), record.ledger
+    if not statistics.drawn:
         raise ConfigError("describe.json is of a dry run and holds no values. Name the file of the released ones.")
-    if shown.pure == math.inf:
+    if statistics.pure == math.inf:
         raise ConfigError(
             "describe.json is of clusters or a classifier, which have a card of their own, in the folder that holds it. Name a "
             "file of statistics."
         )
     charged = None if plan is None or ledger is None else (ledger.dataset, plan.unit, plan.neighbouring_relation)
-    if (shown.dataset, shown.unit, shown.neighbouring_relation) != charged:
+    if (statistics.dataset, statistics.unit, statistics.neighbouring_relation) != charged:
         raise ConfigError(
-            f"describe.json is about dataset {shown.dataset!r} per {shown.unit!r} under {shown.neighbouring_relation!r}, and the "
-            "run was charged for other data, another unit or relation, so that the two do not add. Name the file of these data."
+            f"describe.json is about dataset {statistics.dataset!r} per {statistics.unit!r} under "
+            f"{statistics.neighbouring_relation!r}, and the run was charged for another: they do not add. Name that file."
         )
-    return shown
+    return statistics
 
 
 def _not_covered(config: RunConfig, plan: Plan | None, record: RunRecord) -> list[str]:

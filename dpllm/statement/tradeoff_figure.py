@@ -27,7 +27,7 @@ def recognised(plan: Plan, beside: float = 0.0) -> float:
     """
     if not beside:
         return _limits(plan)["tpr_at_fpr_0.01"]
-    return next((most for rate, most in _curve(plan) if rate >= 0.01 * math.exp(min(beside, 700.0))), 1.0)
+    return next((reached for rate, reached in _curve(plan) if rate >= 0.01 * math.exp(min(beside, 700.0))), 1.0)
 
 
 def alt_text(plan: Plan) -> str:
@@ -36,9 +36,9 @@ def alt_text(plan: Plan) -> str:
     area = formatting.bound(limits["auc"])
     at_one, at_a_tenth = (formatting.percent_bound(limits[f"tpr_at_fpr_{rate}"]) for rate in (0.01, 0.001))
     # Brackets would end the description in Markdown.
-    who = formatting.line(_who(plan.unit).replace("[", "(").replace("]", ")"))
+    person = formatting.line(_who(plan.unit).replace("[", "(").replace("]", ")"))
     return (
-        f"Curve of the largest true-positive rate that any test for the presence of {who} can have against its "
+        f"Curve of the largest true-positive rate that any test for the presence of {person} can have against its "
         f"false-positive rate: at most {at_one} at 1%, at most {at_a_tenth} at 0.1%. "
         f"A dotted diagonal shows guessing. The area under the curve is at most {area}, of "
         f"guessing 0.5."
@@ -55,7 +55,7 @@ def figure(plan: Plan) -> str:
         SVG text; equal Plans give equal text.
     """
     limits = _limits(plan)
-    drawn = template("privacy.svg.j2").render(
+    svg = template("privacy.svg.j2").render(
         w=formatting,
         plan=plan,
         escape=escape,
@@ -66,7 +66,7 @@ def figure(plan: Plan) -> str:
         marks=[(rate, limits[f"tpr_at_fpr_{rate}"]) for rate in (0.001, 0.01)],
         area=limits["auc"],
     )
-    return drawn + "\n"
+    return svg + "\n"
 
 
 def _who(unit: str) -> str:
@@ -76,20 +76,19 @@ def _who(unit: str) -> str:
 
 def _curve(plan: Plan) -> list[tuple[float, float]]:
     """The limit at each of ``RATES``, from the whole mechanism where it is known."""
-    known = dict(plan.trade_off)
-    return [(rate, min(most_recognised(plan.epsilon, plan.delta, rate), known.get(rate, 1.0))) for rate in RATES]
+    rates = dict(plan.trade_off)
+    return [(rate, min(most_recognised(plan.epsilon, plan.delta, rate), rates.get(rate, 1.0))) for rate in RATES]
 
 
 def _limits(plan: Plan) -> dict[str, float]:
     """Of rates and area: by the curve, by epsilon and delta, and by the whole mechanism where that is known."""
-    whole = plan.limits.to_json()
+    limits = plan.limits.to_json()
     points = {f"tpr_at_fpr_{rate}": limit for rate, limit in _curve(plan)}
     return {
-        name: min(value, points.get(name, 1.0), 1.0 if whole[name] is None else whole[name])
+        name: min(value, points.get(name, 1.0), 1.0 if limits[name] is None else limits[name])
         for name, value in attacker_limits(plan.epsilon, plan.delta).items()
     }
 
 
 def _place(rate: float) -> float:
-    """How far along its axis a rate lies, from 0 to 1."""
     return 1 + math.log10(max(rate, 1e-3)) / DECADES

@@ -30,14 +30,14 @@ def verify_apart(path: Path, **options: Any) -> dict[str, Any]:
     """
     seconds = SECONDS + _bytes_in(path if os.path.isdir(path) else path.parent) / BYTES_A_SECOND
     fork = multiprocessing.get_context("fork")
-    here, there = fork.Pipe(duplex=False)
-    child = fork.Process(target=_answer, args=(there, path, options))
+    receiver, sender = fork.Pipe(duplex=False)
+    child = fork.Process(target=_answer, args=(sender, path, options))
     child.start()
-    there.close()
+    sender.close()
     answer = None
     try:
         with suppress(EOFError):  # it died
-            answer = here.recv() if here.poll(seconds) else None
+            answer = receiver.recv() if receiver.poll(seconds) else None
     finally:
         child.kill()
         child.join()
@@ -56,23 +56,23 @@ def verify_apart(path: Path, **options: Any) -> dict[str, Any]:
 
 def _bytes_in(folder: Path) -> int:
     """What the files in a folder take, of the first ``_MOST_FILES``; what cannot be looked at takes nothing."""
-    held, seen, waiting = 0, 0, [str(folder)]
-    while waiting and seen < _MOST_FILES:
-        with suppress(OSError), os.scandir(waiting.pop()) as entries:
-            for entry in islice(entries, _MOST_FILES - seen):
-                seen += 1
+    total, count, pending = 0, 0, [str(folder)]
+    while pending and count < _MOST_FILES:
+        with suppress(OSError), os.scandir(pending.pop()) as entries:
+            for entry in islice(entries, _MOST_FILES - count):
+                count += 1
                 if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
+                    pending.append(entry.path)
                 else:
-                    held += 512 * entry.stat(follow_symlinks=False).st_blocks
-    return held
+                    total += 512 * entry.stat(follow_symlinks=False).st_blocks
+    return total
 
 
-def _answer(there: Connection, path: Path, options: dict[str, Any]) -> None:
+def _answer(sender: Connection, path: Path, options: dict[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library says before it aborts
     from dpllm.verification.verify import verify
 
     try:
-        there.send(verify(path, **options).to_json())
+        sender.send(verify(path, **options).to_json())
     except DpllmError as error:
-        there.send(error)
+        sender.send(error)

@@ -43,30 +43,31 @@ _MOST_TESTS = 32  # of one kind; each takes seconds where canaries are many
 
 def check(export: Published[PrivacyRecord]) -> Iterator[Check]:
     """The audit of the weights."""
-    folder, stated = export.directory / "audit", export.record
+    folder, statement = export.directory / "audit", export.record
     files = sorted(name for name in export.hashes if name.startswith("audit/"))
-    if stated.audit is None:
+    if statement.audit is None:
         if files:
             raise Wrong(f"{values.listed(files)} are in export/, but the card names no audit. {WRITE_AGAIN}")
         fixed = "; canary_slots, canary_commitment and audit of the Plan are the author's word"
-        yield values.asserted("audit", f"no audit of these weights is published{fixed if stated.plan else ''}.")
+        yield values.asserted("audit", f"no audit of these weights is published{fixed if statement.plan else ''}.")
         return
-    if stated.plan is None:
+    if statement.plan is None:
         raise Wrong("audits of runs without differential privacy are private. Delete export/audit.")
     report = published_audit(folder)
-    yield _belongs(export, stated.plan, report)
-    yield _in_statement(stated, stated.audit, report)
+    yield _same_weights_and_claim(export, statement.plan, report)
+    yield _in_statement(statement, statement.audit, report)
     table, tokens = tables(folder)
-    from_steps = gradient(folder, stated, report)
-    yield _rows(stated.plan, table, tokens, report)
-    yield _statistics(stated.plan, report, tokens, from_steps)
+    gradient_table = gradient(folder, statement, report)
+    yield _scores(statement.plan, table, tokens, report)
+    yield _statistics(statement.plan, report, tokens, gradient_table)
     controls, twin = report.controls, "the twin on which the attack is said to work"
-    said = {"shadows": report.shadows, "the control by words": controls.words, twin: controls.twin}
-    left = ", ".join(["kind, length and place of the secrets", *(name for name, there in said.items() if there)])
+    optional = {"shadows": report.shadows, "the control by words": controls.words, twin: controls.twin}
+    unchecked = ["kind, length and place of the secrets", *(name for name, present in optional.items() if present)]
     yield values.asserted(
         "audit: what needs the models",
         f"that these scores are those of these weights, that the coins were fair, that there were {report.audits_run} audits, "
-        f"{left}, and alpha, tests, score and commitment, which training fixed. Whoever has weights and canaries can score.",
+        f"{', '.join(unchecked)}, and alpha, tests, score and commitment, which training fixed. Whoever has weights and "
+        "canaries can score.",
     )
 
 
@@ -75,26 +76,24 @@ def published_audit(folder: Path) -> AuditRecord:
     return parse_audit(values.read_object(folder / "audit.json"), "audit.json")
 
 
-def _belongs(export: Published[PrivacyRecord], plan: Plan, report: AuditRecord) -> Check:
-    """Weights, canaries and claim are those of the statement."""
+def _same_weights_and_claim(export: Published[PrivacyRecord], plan: Plan, report: AuditRecord) -> Check:
     merged = export.record.merged_from
     files = merged.files if merged else export.hashes
-    if other := state.other_than_audited(report, plan, files):
-        raise Wrong(f"audit.json {other} these. {AUDIT_AGAIN}")
+    if problem := state.other_than_audited(report, plan, files):
+        raise Wrong(f"audit.json {problem} these. {AUDIT_AGAIN}")
     if not report.published:
         raise Wrong("audit.json reports on other, private runs and must not be published. Delete it, and audit again.")
     about = f"it is about {values.listed(sorted(report.weights))}"
     if merged:
         return values.asserted("audit: weights", "it is about the adapter; that these weights contain it is asserted.")
-    if silent := [name for name in of_model(files) if name not in report.weights]:
-        how = f"does not name {values.listed(silent)}, which says how they are applied: that these were the same"
-        return values.asserted("audit: weights", f"{about}, and {how} is the author's word.")
+    if missing := [name for name in of_model(files) if name not in report.weights]:
+        unnamed = f"does not name {values.listed(missing)}, which says how they are applied: that these were the same"
+        return values.asserted("audit: weights", f"{about}, and {unnamed} is the author's word.")
     return values.verified("audit: weights", f"{about} and about the epsilon that is stated.")
 
 
-def _in_statement(statement: PrivacyRecord, stated: AuditRecord, report: AuditRecord) -> Check:
-    """What the card shows is what audit.json says, and its verdict goes with the guarantee."""
-    if wrong := list(values.differences(stated.to_json(), report.to_json(), tolerance=0.0)):
+def _in_statement(statement: PrivacyRecord, published: AuditRecord, report: AuditRecord) -> Check:
+    if wrong := list(values.differences(published.to_json(), report.to_json(), tolerance=0.0)):
         raise Wrong(f"privacy.json and audit.json differ in audit.{values.listed(wrong)}. {WRITE_AGAIN}")
     if statement.guarantee and state.contradicts(report, statement.plan.epsilon):
         raise Wrong("the audit contradicts the stated guarantee. Do not rely on it.")
@@ -134,7 +133,7 @@ def _only_numbers(path: Path) -> None:
         raise Wrong(f"{path.name} has a canary name that dpllm never writes. {AUDIT_AGAIN}")
 
 
-def described(path: Path, wanted: set[str], most: int, optional: Sequence[str] = ()) -> None:
+def described(path: Path, required: set[str], max_rows: int, optional: Sequence[str] = ()) -> None:
     """Refuses a parquet file with other columns, with text beside them, or with more rows, before any of it is unpacked."""
     from pyarrow import ArrowException, parquet
 
@@ -150,7 +149,7 @@ def described(path: Path, wanted: set[str], most: int, optional: Sequence[str] =
     except (ArrowException, OSError):
         raise Wrong(f"{path.name} is not a parquet file. {AUDIT_AGAIN}") from None
     names = set(table.schema.names)
-    if not wanted <= names <= {*wanted, *optional} or (table.metadata or {}).keys() - {b"ARROW:schema"}:
+    if not required <= names <= {*required, *optional} or (table.metadata or {}).keys() - {b"ARROW:schema"}:
         raise Wrong(f"{path.name} has other columns than dpllm writes; these could be text. {AUDIT_AGAIN}")
     columns = table.schema.to_arrow_schema()
     if columns.metadata or any(field.metadata for field in columns):
@@ -160,17 +159,16 @@ def described(path: Path, wanted: set[str], most: int, optional: Sequence[str] =
     if texts or any(table.schema.column(i).max_repetition_level for i in range(len(table.schema.names))):
         raise Wrong(f"{path.name} holds something other than numbers and flags. {AUDIT_AGAIN}")
     unpacked = sum(table.row_group(number).total_byte_size for number in range(table.num_row_groups))
-    if table.num_rows > most or unpacked > MOST_UNPACKED:
+    if table.num_rows > max_rows or unpacked > MOST_UNPACKED:
         raise Wrong(
             f"{path.name} is larger than any audit writes: {table.num_rows:,} rows, {unpacked:,} bytes unpacked. {AUDIT_AGAIN}"
         )
 
 
-def _rows(plan: Plan, table: tuple[CanaryScores, ...], tokens: TokenTable, report: AuditRecord) -> Check:
-    """Scores, tokens and the numbers of canaries speak of the same canaries."""
+def _scores(plan: Plan, table: tuple[CanaryScores, ...], tokens: TokenTable, report: AuditRecord) -> Check:
     names = {row.canary_id for row in table}
     scores = (tokens.tuned_log_prob_N, tokens.base_log_prob_N)
-    extremes = [float(edge) for of_one in scores for edge in (of_one.min(), of_one.max())]
+    extreme_scores = [float(edge) for of_one in scores for edge in (of_one.min(), of_one.max())]
     groups = by_group(table)
     references = len(groups.pop(0, []))
     counted = {
@@ -181,20 +179,20 @@ def _rows(plan: Plan, table: tuple[CanaryScores, ...], tokens: TokenTable, repor
     slots = sum(len(rows) * (group if row_by_row else 1) for group, rows in groups.items())
     slots += report.gradient.canaries if report.gradient else 0
     planned = report.canaries.settings
-    same = (report.canaries.groups, report.canaries.references) == (counted, references)
-    same &= planned.groups == {group: counts.candidates for group, counts in counted.items()}
+    counts_match = (report.canaries.groups, report.canaries.references) == (counted, references)
+    counts_match &= planned.groups == {group: counts.candidates for group, counts in counted.items()}
     rules = {
         "its table has a canary name that dpllm never writes, which could be text": all(
             map(_ID.fullmatch, tokens.canary_ids)
         ),
         "its table names a canary twice": len(names) == len(table),
         "its table holds a score that is no log-probability": all(
-            math.isfinite(value) and value <= 0 for value in extremes
+            math.isfinite(value) and value <= 0 for value in extreme_scores
         ),
         "its table has a coin of a reference, or a candidate without one": all(
             (row.inserted is None) == (row.group == 0) and row.group >= 0 for row in table
         ),
-        "its table holds other canaries than audit.json counts": same
+        "its table holds other canaries than audit.json counts": counts_match
         and references in (planned.references, 0),  # labels have none
         f"canary_slots is not the {slots} slots that the scored canaries hold": plan.canary_slots == slots,
     }
@@ -202,7 +200,7 @@ def _rows(plan: Plan, table: tuple[CanaryScores, ...], tokens: TokenTable, repor
     return values.verified("audit: scores", f"{len(table)} canaries and references, each the sum of its tokens.")
 
 
-def gradient(folder: Path, stated: PrivacyRecord, report: AuditRecord) -> GradientTable | None:
+def gradient(folder: Path, statement: PrivacyRecord, report: AuditRecord) -> GradientTable | None:
     """The gradient canaries of an audit, where it names some; ``Wrong`` says what is wrong with their table."""
     path = folder / "gradient.parquet"
     if report.gradient is None:
@@ -210,7 +208,7 @@ def gradient(folder: Path, stated: PrivacyRecord, report: AuditRecord) -> Gradie
             raise Wrong(f"gradient.parquet is there, but audit.json names no gradient canaries. {AUDIT_AGAIN}")
         return None
     described(path, COLUMNS, MOST_ROWS, OPTIONAL)
-    plan, randomness, steps = stated.plan, stated.randomness, stated.steps
+    plan, randomness, steps = statement.plan, statement.randomness, statement.steps
     if plan is None or randomness is None:
         raise Wrong(f"gradient canaries are of a private run, and no Plan is stated. {AUDIT_AGAIN}")
     if steps.planned > MOST_STEPS or plan.bands > banded.MOST_BANDS:
@@ -224,7 +222,6 @@ def gradient(folder: Path, stated: PrivacyRecord, report: AuditRecord) -> Gradie
 
 
 def _statistics(plan: Plan, report: AuditRecord, tokens: TokenTable, gradient: GradientTable | None) -> Check:
-    """Everything that the summary of an audit says, computed again from the tables."""
     planted, settings = report.canaries, report.settings
     tests = max(len(settings.falling), len(settings.falling_in))
     if settings.control_level != CONTROL_LEVEL or tests > _MOST_TESTS:
@@ -232,15 +229,15 @@ def _statistics(plan: Plan, report: AuditRecord, tokens: TokenTable, gradient: G
     digits = planted.settings.digits or 0
     if planted.kind == "digits" and not values.close(planted.log2_secrets, digits * math.log2(10), 1e-9):
         raise Wrong(f"audit.json counts other secrets than its digits allow. {AUDIT_AGAIN}")
-    words, twin = report.controls.words, report.controls.twin
-    fresh = _summary(tokens, gradient, report.claim, settings, plan.limits, words, twin)
+    words_control, twin = report.controls.words, report.controls.twin
+    computed = _summary(tokens, gradient, report.claim, settings, plan.limits, words_control, twin)
     stated = {name: value for name, value in report.to_json().items() if name in Summary.model_fields}
-    if wrong := list(values.differences(stated, fresh.to_json(), tolerance=MAGNIFIED)):
+    if wrong := list(values.differences(stated, computed.to_json(), tolerance=MAGNIFIED)):
         raise Wrong(f"{values.listed(wrong)} of audit.json does not follow from the scores. {AUDIT_AGAIN}")
-    bound = fresh.epsilon_lower_bound
+    bound = computed.epsilon_lower_bound
     return values.verified(
         "audit: statistics",
-        f"{len(stated)} parts of audit.json follow from the scores; verdict {fresh.verdict}, lower bound {bound.value:.3g}, "
+        f"{len(stated)} parts of audit.json follow from the scores; verdict {computed.verdict}, lower bound {bound.value:.3g}, "
         f"of at most {bound.ceiling:.3g}.",
     )
 
@@ -262,10 +259,11 @@ def _summary(
 def check_canaries(export: Published[PrivacyRecord], run: RunDir) -> Iterator[Check]:
     """Canaries and coins are those that were committed to before training, and every audit that was made is counted."""
     name, audit = "audit: canaries", export.record.audit
-    made = len(run.audits.read_text(encoding="utf-8", errors="replace").splitlines()) if run.audits.exists() else 0
-    if made > (audit.audits_run if audit else 0) and export.record.plan is not None:
+    lines = run.audits.read_text(encoding="utf-8", errors="replace") if run.audits.exists() else ""
+    num_audits = len(lines.splitlines())
+    if num_audits > (audit.audits_run if audit else 0) and export.record.plan is not None:
         raise Wrong(
-            f"{made} audits of this run were made, but the card shows fewer, which may hide a verdict. {AUDIT_AGAIN}"
+            f"{num_audits} audits of this run were made, but the card shows fewer, which may hide a verdict. {AUDIT_AGAIN}"
         )
     if audit is None:
         return
@@ -275,7 +273,7 @@ def check_canaries(export: Published[PrivacyRecord], run: RunDir) -> Iterator[Ch
     planned, folder = canaries.load(run.canaries), export.directory / "audit"
     table, tokens = tables(folder)
     vectors = gradient(folder, export.record, published_audit(folder)) if export.record.plan else None
-    words = audit.controls.words
+    control = audit.controls.words and audit.controls.words.to_json()
     rules = {
         "the commitment": planned.commitment == audit.canaries.commitment,
         "answers": tokens.answers == planned.answers,
@@ -284,9 +282,9 @@ def check_canaries(export: Published[PrivacyRecord], run: RunDir) -> Iterator[Ch
         "references": {row.canary_id for row in table if not row.group}
         == {reference.canary_id for reference in planned.references},
         "the coins of gradient canaries": not vectors or tuple(vectors.inserted_M) == planned.gradient_coins,
-        "the control by words": not any(values.differences(words and words.to_json(), words_control(planned.canaries))),
+        "the control by words": not any(values.differences(control, words_control(planned.canaries))),
     }
-    wrong = [what for what, same in rules.items() if not same]
+    wrong = [subject for subject, holds in rules.items() if not holds]
     values.hold(
         {f"{values.listed(wrong)}: not those of private/canaries.json, to which training committed": not wrong},
         AUDIT_AGAIN,

@@ -47,10 +47,10 @@ def front_matter(page: Published[Any]) -> Iterator[Check]:
             "the front matter of README.md has a comment, a document marker, or an invisible or line-ending character, so two "
             f"readers may find different statements in it. {page.again}"
         )
-    stated, known = section.front_matter(page.card), {*front.due, *front.perhaps, *front.free}
-    if more := sorted(map(str, stated.keys() - known)):
+    stated, allowed = section.front_matter(page.card), {*front.due, *front.perhaps, *front.free}
+    if unknown_keys := sorted(map(str, stated.keys() - allowed)):
         raise Wrong(
-            f"the front matter of README.md has keys that dpllm does not write ({values.listed(more)}). Delete them."
+            f"the front matter of README.md has keys that dpllm does not write ({values.listed(unknown_keys)}). Delete them."
         )
     if sha256(page.directory / record, follow=False) != front.due["privacy"]["sha256"]:
         raise Wrong(f"{record} is not laid out as dpllm writes it, so its hash differs. {page.again}")
@@ -77,10 +77,10 @@ def marked(page: Published[Any]) -> Iterator[Check]:
     if not section.first(page.card, tuple(expected)):
         detail = f"there is text before the {' or the '.join(expected)} part that could hide it. {page.again}"
         yield values.failed("what is seen first", detail)
-    beside = page.card
+    outside = page.card
     for part in parts.values():
-        beside = beside.replace(part, "")
-    if hiding := section.HIDING.search(beside):
+        outside = outside.replace(part, "")
+    if hiding := section.HIDING.search(outside):
         detail = f"{hiding[0].strip()} outside the marked parts can hide the statement. Remove it."
         yield values.failed("what could hide it", detail)
     for name, text in expected.items():
@@ -96,15 +96,16 @@ def whole(page: Published[Any]) -> Iterator[Check]:
         yield _compared(page, name, values.read_text(page.directory / name), text)
 
 
-def _compared(page: Published[Any], name: str, stated: str, text: str) -> Check:
-    if stated == text:
+def _compared(page: Published[Any], name: str, published: str, expected: str) -> Check:
+    if published == expected:
         return values.verified(name, f"is what {page.source} renders to, byte for byte.")
-    lines = enumerate(zip_longest(stated.split("\n"), text.split("\n")), start=1)
-    line = next(number for number, (left, right) in lines if left != right)
-    wrote, again = page.record.to_json()["software"].get("dpllm"), page.again
-    if wrote != dpllm.__version__:
-        again = f"The card names dpllm {wrote}; this is {dpllm.__version__}, which has other words. Verify it with that version."
-    return values.failed(name, f"differs from what {page.source} renders to, from its line {line}. {again}")
+    lines = enumerate(zip_longest(published.split("\n"), expected.split("\n")), start=1)
+    line = next(number for number, (published_line, expected_line) in lines if published_line != expected_line)
+    version, advice = page.record.to_json()["software"].get("dpllm"), page.again
+    if version != dpllm.__version__:
+        advice = f"The card names dpllm {version}; this is {dpllm.__version__}, which has other words."
+        advice += " Verify it with that version."
+    return values.failed(name, f"differs from what {page.source} renders to, from its line {line}. {advice}")
 
 
 # Files.
@@ -114,27 +115,26 @@ def files(folder: Published[Any]) -> Iterator[Check]:
     """Names and hashes of all files: those that the record lists, and none beside them."""
     if folder.artifact.files is None:
         return
-    stated, due = folder.artifact.files(folder.record), folder.artifact.due
-    unhashed = {CARD, folder.artifact.sources[0], *((SIGNATURE,) if due is None else ())}
+    stated, required = folder.artifact.files(folder.record), folder.artifact.due
+    unhashed = {CARD, folder.artifact.sources[0], *((SIGNATURE,) if required is None else ())}
     names, problems = regular_files(folder.directory, strict=folder.run is not None)
     for name in names:
         if name not in unhashed:
             folder.hashes[name] = _sha256(folder.directory / name) if name in stated else _UNLISTED
     hashes = folder.hashes
     unread = {name for name, digest in hashes.items() if digest == _UNREAD}
-    wrong = {
+    differences = {
         "changed": {name for name in stated.keys() & hashes.keys() if stated[name] != hashes[name]} - unread,
         "larger than they can be, and not read": unread,
         "missing": stated.keys() - hashes.keys(),
         "not listed, and not read": hashes.keys() - stated.keys(),
-        "not what such a release consists of": set() if due is None else stated.keys() ^ set(due(folder.record)),
+        "not what such a release consists of": stated.keys() ^ set(required(folder.record)) if required else set(),
     }
-    problems += [f"{what}: {values.listed(sorted(which))}" for what, which in wrong.items() if which]
+    problems += [f"{problem}: {values.listed(sorted(which))}" for problem, which in differences.items() if which]
     if problems:
         raise Wrong(f"not those of the record: {'; '.join(problems)}. Restore or remove them. {folder.again}")
-    yield values.verified(
-        "files", f"SHA-256 of {len(stated)} files ({values.listed(sorted(stated))}); none missing, none extra."
-    )
+    number = f"{len(stated)} {'file' if len(stated) == 1 else 'files'}"
+    yield values.verified("files", f"SHA-256 of {number} ({values.listed(sorted(stated))}); none missing, none extra.")
 
 
 def regular_files(directory: Path, *, strict: bool) -> tuple[list[str], list[str]]:
@@ -181,10 +181,10 @@ def contents(export: Published[PrivacyRecord]) -> Iterator[Check]:
     names, problems = regular_files(export.directory, strict=export.run is not None)
     strange = set(unknown(names))
     for name in names:
-        why = "does not belong in an export" if name in strange else ""
-        if not why and export.hashes.get(name) != _UNLISTED:
-            why = _content(export.directory / name, export)
-        problems += [f"{name} {why}"] if why else []
+        problem = "does not belong in an export" if name in strange else ""
+        if not problem and export.hashes.get(name) != _UNLISTED:
+            problem = _content(export.directory / name, export)
+        problems += [f"{name} {problem}"] if problem else []
     if problems:
         raise Wrong(
             f"{values.listed(problems)}. An unknown file may hold private data or run code: restore it, or delete it from "
@@ -199,20 +199,19 @@ def contents(export: Published[PrivacyRecord]) -> Iterator[Check]:
 
 
 def _content(path: Path, export: Published[PrivacyRecord]) -> str:
-    """What is wrong with a file of a known name; empty where nothing."""
     try:
         if path.suffix == ".safetensors":
-            state = any(map(_TRAINING_STATE.search, _tensors(path)))
-            return "holds tensors of the optimizer or of the generator" if state else ""
+            has_training_state = any(map(_TRAINING_STATE.search, _tensors(path)))
+            return "holds tensors of the optimizer or of the generator" if has_training_state else ""
         if path.name == "tokenizer.json":  # has no settings, and too many values to be parsed
             check_shape(values.read_bytes(path), MOST_BYTES // BYTES_OF_VALUE)
         elif path.suffix == ".json":
             settings = values.read_object(path)
-            kept = publishable(path.name, settings)
-            if more := sorted(key for key in settings if key not in kept or kept[key] != settings[key]):
+            allowed = publishable(path.name, settings)
+            if more := sorted(key for key in settings if key not in allowed or allowed[key] != settings[key]):
                 return f"has an unknown setting ({values.listed(more)})"
-            base, other = export.record.base_model, (settings.get("base_model_name_or_path"), settings.get("revision"))
-            if path.name == "adapter_config.json" and other not in ((base.name, None), (base.name, base.revision)):
+            base, named = export.record.base_model, (settings.get("base_model_name_or_path"), settings.get("revision"))
+            if path.name == "adapter_config.json" and named not in ((base.name, None), (base.name, base.revision)):
                 return f"does not name {base.name}, the base model in privacy.json"
         elif path.suffix in (".png", ".parquet"):
             values.read_bytes(path)
@@ -234,12 +233,12 @@ def _tensors(path: Path) -> dict[str, Any]:
         tensors, end = values.parsed(text, MOST_HEADER // BYTES_OF_VALUE), 0
         if tensors.pop("__metadata__", _FORMAT) != _FORMAT:
             raise ValueError("a text that may say anything")
-        parts = sorted((*one["data_offsets"], one["shape"], one["dtype"]) for one in tensors.values())
-        for begin, then, shape, kind in parts:
-            whole = {type(number) for number in (begin, then, *shape)} == {int} and min(shape, default=0) >= 0
-            if not whole or len(shape) > MOST_AXES or (begin, then - begin) != (end, _BYTES[kind] * math.prod(shape)):
+        parts = sorted((*tensor["data_offsets"], tensor["shape"], tensor["dtype"]) for tensor in tensors.values())
+        for start, stop, shape, kind in parts:
+            valid = {type(number) for number in (start, stop, *shape)} == {int} and min(shape, default=0) >= 0
+            if not valid or len(shape) > MOST_AXES or (start, stop - start) != (end, _BYTES[kind] * math.prod(shape)):
                 raise ValueError("other bytes than it has, a gap, or one over another")
-            end = then
+            end = stop
     except (ValueError, TypeError, LookupError, AttributeError):
         raise Wrong(f"{path.name} is not a safetensors file. {WRITE_AGAIN}") from None
     if size != 8 + length + end:

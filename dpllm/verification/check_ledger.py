@@ -46,73 +46,72 @@ class _Chain:
     steps: dict[str, int]
     where: str
 
-    def reserved(self, before: int | None = None) -> dict[str, ChainEntry]:
+    def reserved(self, length: int | None = None) -> dict[str, ChainEntry]:
         """Reservations among the first entries, by name."""
-        return {entry.facts["entry"]: entry for entry in self.entries[:before] if entry.kind == "reserve"}
+        return {entry.facts["entry"]: entry for entry in self.entries[:length] if entry.kind == "reserve"}
 
 
 def check(release: Published[Any]) -> Iterator[Check]:
     """What is said of the ledger, against itself and, where it is known, against the ledger."""
-    promise, composed, shown = release.promise, release.promise.composed, release.promise.statistics
+    promise, composed, statistics = release.promise, release.promise.composed, release.promise.statistics
     terms = promise.terms
     if composed is None and (terms is not None or promise.reason is not None):
         if release.ledger is not None and terms is not None:
             raise Wrong("a ledger was given, but the record names no entry in any. Ask its author which this is.")
         yield values.asserted(_NAME, "none is named, so no total over several releases is stated.")
         return
-    entries = shown.entries() if shown else []
+    entries = statistics.entries() if statistics else []
     if composed is not None:
         if terms is None:
             raise Wrong(f"a ledger entry is named, but no event for it. {release.again}")
-        yield _coherent(release, composed)
+        yield _consistent_total(release, composed)
         account = composed.dataset, terms.unit, terms.neighbouring_relation
-        own = Entry(str(composed.entry), *account, terms.event, promise.steps)
+        own_entry = Entry(str(composed.entry), *account, terms.event, promise.steps)
     elif not entries:
         return
-    where = ledger_of(release)
-    if where is None:
-        named = [f"{entry.name} of dataset {entry.dataset}" for entry in ([own] if composed else entries)]
+    location = ledger_of(release)
+    if location is None:
+        names = [f"{entry.name} of dataset {entry.dataset}" for entry in ([own_entry] if composed else entries)]
         yield values.asserted(
             _NAME,
-            f"entry {values.listed(named)} and what it says are the author's word. Whoever has the ledger, or an export of it, "
+            f"entry {values.listed(names)} and what it says are the author's word. Whoever has the ledger, or an export of it, "
             "can check: --ledger FILE.",
         )
         return
-    chain = chain_at(where, {"hash": composed.head, "count": composed.entries} if composed else None)
+    chain = chain_at(location, {"hash": composed.head, "count": composed.entries} if composed else None)
     if composed is not None:
-        yield charged(chain, "ledger: entry", [own], release.again, composed.entries)
+        yield charged(chain, "ledger: entry", [own_entry], release.again, composed.entries)
         yield _total(chain, release, composed)
         if release.run is not None:
-            yield _files(chain, own.name, read_run(release.run).manifest)
+            yield _manifest(chain, own_entry.name, read_run(release.run).manifest)
     if entries:
         yield charged(chain, "ledger: statistics", entries, release.again)
 
 
-def charged(chain: _Chain, line: str, entries: Sequence[Entry], again: str, before: int | None = None) -> Check:
+def charged(chain: _Chain, line: str, entries: Sequence[Entry], advice: str, length: int | None = None) -> Check:
     """Each of some entries is there by itself, before the stated head or anywhere, and is charged for just this event."""
-    reserved = chain.reserved(before)
+    reserved = chain.reserved(length)
     for due in entries:
         name, entry = f"{chain.where}: entry {due.name}", reserved.get(due.name)
         if entry is None or entry.dataset != due.dataset:
             raise Wrong(
                 f"{chain.where} has no entry {due.name} of dataset {due.dataset} before the stated head. Name another ledger."
             )
-        executed, account = chain.steps.get(due.name, 0), (entry.facts["unit"], entry.facts["relation"])
+        steps, unit_and_relation = chain.steps.get(due.name, 0), (entry.facts["unit"], entry.facts["relation"])
         same_event = parts_of(event_of(entry)) == parts_of(due.event)
         rules = {
             f"{name} was reserved for an event other than the stated one": same_event,
-            f"{name} is about another unit or relation": account == (due.unit, due.relation),
-            f"{name} was charged for {executed} steps, and more are stated": executed >= due.steps,
+            f"{name} is about another unit or relation": unit_and_relation == (due.unit, due.relation),
+            f"{name} was charged for {steps} steps, and more are stated": steps >= due.steps,
         }
-        values.hold(rules, again)
+        values.hold(rules, advice)
     if len({due.name for due in entries}) < len(entries):
-        raise Wrong(f"{chain.where} has no entry of its own for each of {len(entries)} releases. {again}")
+        raise Wrong(f"{chain.where} has no entry of its own for each of {len(entries)} releases. {advice}")
     names = values.listed([due.name for due in entries])
     return values.verified(line, f"{chain.where} was charged for exactly {names}, each by itself.")
 
 
-def _files(chain: _Chain, name: str, manifest: Json) -> Check:
-    """The manifest in run.json is the one with which the run's entry was closed."""
+def _manifest(chain: _Chain, name: str, manifest: Json) -> Check:
     ends = [entry.facts for entry in chain.entries if entry.kind == "commit" and entry.facts["entry"] == name]
     closed = [facts["manifest"] for facts in ends if "manifest" in facts]
     if not closed:
@@ -122,18 +121,17 @@ def _files(chain: _Chain, name: str, manifest: Json) -> Check:
     return values.verified("ledger: files", f"{chain.where} knows the files that run.json lists.")
 
 
-def _of_facts(composed: Composed, delta: float, **figures: Any) -> Composed:
+def _composed_with(composed: Composed, delta: float, **figures: Any) -> Composed:
     """What follows from a ledger that says of the run what is stated, but for what was found."""
     head = {"count": composed.entries, "hash": composed.head}
     return state.composed(LedgerRecord.pick(composed.to_json(), **{"head": head, **figures}), delta)
 
 
-def _coherent(release: Published[Any], composed: Composed) -> Check:
-    """What has to hold whatever the ledger says."""
+def _consistent_total(release: Published[Any], composed: Composed) -> Check:
     terms: Any = release.promise.terms
-    wrong = list(values.differences(composed.to_json(), _of_facts(composed, terms.delta).to_json(), tolerance=0.0))
+    wrong = list(values.differences(composed.to_json(), _composed_with(composed, terms.delta).to_json(), tolerance=0.0))
     budget, spent, used = composed.budget, composed.spent_epsilon, composed.used
-    least = _least_share(budget, terms.event) * (1 - 1e-3) if budget and used is not None else 0.0
+    min_share = _share_of_entry(budget, terms.event) * (1 - 1e-3) if budget and used is not None else 0.0
     values.hold(
         {
             values.listed(wrong): not wrong,
@@ -142,7 +140,7 @@ def _coherent(release: Published[Any], composed: Composed) -> Check:
             "the total is less than this entry alone": composed.delta != terms.delta
             or spent is None
             or spent >= terms.epsilon * (1 - 1e-3),
-            "the share of the budget is less than this entry uses alone": (used or 0.0) >= least,
+            "the share of the budget is less than this entry uses alone": (used or 0.0) >= min_share,
         },
         release.again,
     )
@@ -151,16 +149,15 @@ def _coherent(release: Published[Any], composed: Composed) -> Check:
     )
 
 
-def _least_share(budget: Budget, event: Event) -> float:
+def _share_of_entry(budget: Budget, event: Event) -> float:
     """What an event alone uses of a budget of which nothing is set aside for imports."""
-    whole = renyi.allowance(budget.epsilon, budget.delta, budget.order)
-    if whole <= 0 or "rdp" not in check_promise.bounded(event):
+    allowance = renyi.allowance(budget.epsilon, budget.delta, budget.order)
+    if allowance <= 0 or "rdp" not in check_promise.bounded(event):
         return math.inf
-    return admission.divergence(event, budget.order) / whole
+    return admission.divergence(event, budget.order) / allowance
 
 
 def _total(chain: _Chain, release: Published[Any], composed: Composed) -> Check:
-    """The total as it was at the stated head."""
     terms: Any = release.promise.terms
     entries = [entry for entry in chain.entries[: composed.entries] if entry.dataset == composed.dataset]
     # No figure depends on runs that ended, and steps matter of reconciled runs only: the chain has those.
@@ -171,9 +168,9 @@ def _total(chain: _Chain, release: Published[Any], composed: Composed) -> Check:
         if account.flaws()
         else accounting.epsilon(accounting.compose(account.events()), delta, terms.neighbouring_relation)
     )
-    own = next(run.reservation for run in account.runs if run.reservation.entry == composed.entry)
-    fresh = _of_facts(composed, terms.delta, **admission.comes_to(account, spent, own.group))
-    if problems := check_promise.differing(composed.to_json(), fresh.to_json(), terms, "composed"):
+    reservation = next(run.reservation for run in account.runs if run.reservation.entry == composed.entry)
+    computed = _composed_with(composed, terms.delta, **admission.account_totals(account, spent, reservation.group))
+    if problems := check_promise.differing(composed.to_json(), computed.to_json(), terms, "composed"):
         raise Wrong(f"at the stated head of {chain.where}, {values.listed(problems)}. {release.again}")
     later = len(chain.entries) - composed.entries
     return values.verified(
@@ -197,30 +194,30 @@ def ledger_of(release: Published[Any]) -> str | None:
     return str(path) if path.exists() else None
 
 
-def chain_at(where: str, head: Json | None) -> _Chain:
+def chain_at(location: str, head: Json | None) -> _Chain:
     """A ledger's chain, whole, which contains ``head`` if one is given; Wrong where it cannot be read."""
     try:
-        return _open(where, head)
+        return _open(location, head)
     except (DpllmError, sqlite3.Error, OSError) as error:
         raise Wrong(f"the ledger cannot be read ({error}). Name another with --ledger FILE, or restore it.") from None
 
 
-def _open(where: str, head: Json | None) -> _Chain:
-    if where.startswith(_URL):
-        name, value = where, _read(Postgres(where, read_only=True))
+def _open(location: str, head: Json | None) -> _Chain:
+    if location.startswith(_URL):
+        name, value = location, _read(Postgres(location, read_only=True))
     else:
-        path = Path(where).resolve()
-        beside = [path.with_name(f"{path.name}-{end}") for end in ("wal", "shm", "journal")]
-        for one in (path, *filter(os.path.lexists, beside)):
-            values.check_regular(os.lstat(one), one, MOST_LEDGER)  # SQLite would wait for ever at a pipe
-        name, value = path.name, _read(SQLite(path, read_only=True)) if _stored(path) else values.read_object(path)
+        path = Path(location).resolve()
+        companions = [path.with_name(f"{path.name}-{end}") for end in ("wal", "shm", "journal")]
+        for file in (path, *filter(os.path.lexists, companions)):
+            values.check_regular(os.lstat(file), file, MOST_LEDGER)  # SQLite would wait for ever at a pipe
+        name, value = path.name, _read(SQLite(path, read_only=True)) if _is_sqlite(path) else values.read_object(path)
     entries = read_export(value, Path(name))
     if problems := verify_export(value, head):
         raise Wrong(f"{name}: {problems[0]} Do not trust what it says of this run.")
     return _Chain(entries, value["progress"], name)
 
 
-def _stored(path: Path) -> bool:
+def _is_sqlite(path: Path) -> bool:
     """Whether SQLite can read it, which alone closes a ledger in use without ending the locks of this process."""
     with closing(sqlite3.connect(f"{path.as_uri()}?immutable=1", uri=True)) as db:
         try:

@@ -83,15 +83,15 @@ def field_of(name: str) -> Field:
 
 def bounded(event: Event) -> frozenset[str]:
     """Who knows an event that can be computed in seconds; Wrong for more parts or steps, or less noise, than a run can have."""
-    whole = parts_of(event)
-    runs = [option for best in whole.selected for option in best.options]
-    several: list[list[Any]] = [[part for kind in parts for part in kind] for parts in (whole, *runs)]
-    many = len(runs) > MOST_SETTINGS or any(len(parts) > MOST_PARTS for parts in several)
-    for part in [part for parts in several for part in parts]:
+    composition = parts_of(event)
+    runs = [option for best in composition.selected for option in best.options]
+    compositions: list[list[Any]] = [[part for kind in parts for part in kind] for parts in (composition, *runs)]
+    too_large = len(runs) > MOST_SETTINGS or any(len(parts) > MOST_PARTS for parts in compositions)
+    for part in [part for parts in compositions for part in parts]:
         group = getattr(part, "group_size", 1)  # whose steps are mixtures of many Gaussians
-        many |= part.times > (MOST_STEPS if group == 1 else 10 * MOST_STEPS // group)
-        many |= getattr(part, "noise_multiplier", LEAST_NOISE) < LEAST_NOISE
-    if many:
+        too_large |= part.times > (MOST_STEPS if group == 1 else 10 * MOST_STEPS // group)
+        too_large |= getattr(part, "noise_multiplier", LEAST_NOISE) < LEAST_NOISE
+    if too_large:
         raise Wrong(
             f"the event has more than {MOST_PARTS} different parts, {MOST_SETTINGS} settings or {MOST_STEPS:,} steps, or noise "
             f"below {LEAST_NOISE}, which nothing by dpllm has. Take it from where it was published."
@@ -102,9 +102,9 @@ def bounded(event: Event) -> frozenset[str]:
 def pld(event: Event, delta: float, relation: Relation) -> tuple[float, bool]:
     """Epsilon by PLD, and whether on a coarser grid, which raises it; see ``bounded``."""
     if "rdp" in bounded(event):
-        most = accounting.epsilon(event, delta, relation, "rdp")
-        if most > LARGE:
-            interval = accounting.FINE_INTERVAL * most / LARGE
+        upper_bound = accounting.epsilon(event, delta, relation, "rdp")
+        if upper_bound > LARGE:
+            interval = accounting.FINE_INTERVAL * upper_bound / LARGE
             return accounting.epsilon(event, delta, relation, interval=interval), True
     epsilon = accounting.epsilon(event, delta, relation)
     return epsilon, epsilon > LARGE
@@ -114,84 +114,84 @@ def figures(promise: Promise) -> tuple[Json, float]:
     """All that follows from the event of a promise, by field, of the fields that it has; and the least tolerance of epsilon."""
     terms: Any = promise.terms
     event, relation, delta = terms.event, terms.neighbouring_relation, terms.delta
-    known = bounded(event)
-    rdp = accounting.epsilon(event, delta, relation, "rdp") if "rdp" in known else None
+    known_accountants = bounded(event)
+    rdp = accounting.epsilon(event, delta, relation, "rdp") if "rdp" in known_accountants else None
     if rdp is not None and rdp > promise.most:
         raise Wrong(f"the event costs an epsilon above {promise.most:g}, which is no promise.")
     epsilon, coarse = pld(event, delta, relation)
     if not math.isfinite(epsilon):
         raise Wrong(f"no finite epsilon can be certified for the event at delta {delta:g}.")
     accountant = {"interval": accounting.FINE_INTERVAL, "name": ACCOUNTANT, "version": terms.accountant.version}
-    fresh: Json = {"epsilon": epsilon, "accountant": accountant}
+    computed: Json = {"epsilon": epsilon, "accountant": accountant}
     fields, second = type(terms).model_fields, terms.cross_check
     if "accountants" in fields:
-        fresh["accountants"] = {"pld": epsilon, **({"rdp": accounting.finite(rdp)} if rdp is not None else {})}
+        computed["accountants"] = {"pld": epsilon, **({"rdp": accounting.finite(rdp)} if rdp is not None else {})}
     if second is not None and second.name.startswith("dp-accounting-rdp") and rdp is not None:
-        why = "prv cannot answer" if "prv" in known else "prv does not know this event"
-        again = {"name": f"dp-accounting-rdp ({why})", "epsilon": accounting.finite(rdp)}
-        fresh["cross_check"] = second.to_json() | again
+        unsupported = "prv cannot answer" if "prv" in known_accountants else "prv does not know this event"
+        rdp_check = {"name": f"dp-accounting-rdp ({unsupported})", "epsilon": accounting.finite(rdp)}
+        computed["cross_check"] = second.to_json() | rdp_check
     if not coarse:  # an epsilon in the hundreds limits no attacker
-        fresh |= _attackers(promise.whole or event, event, relation, "curve" in fields)
+        computed |= _attackers(promise.whole or event, event, relation, "curve" in fields)
     if "without_amplification" in fields:
-        fresh["without_amplification"] = if_shuffled(terms, terms.best_of)
-    return fresh, COARSE if coarse else 0.0
+        computed["without_amplification"] = if_shuffled(terms, terms.best_of)
+    return computed, COARSE if coarse else 0.0
 
 
 @lru_cache(maxsize=256)
-def _attackers(whole: Event, event: Event, relation: Relation, curves: bool) -> Json:
-    known: Json = {"limits": dict(limits.attacker_limits_of(whole, relation))}
+def _attackers(attacked_event: Event, event: Event, relation: Relation, curves: bool) -> Json:
+    computed: Json = {"limits": dict(limits.attacker_limits_of(attacked_event, relation))}
     if curves:
         curve = accounting.curve(event, relation, CURVE_DELTAS)
-        known["curve"] = [[delta, accounting.finite(epsilon)] for delta, epsilon in curve]
-        known["trade_off"] = limits.trade_off(event, relation)
-    return known
+        computed["curve"] = [[delta, accounting.finite(epsilon)] for delta, epsilon in curve]
+        computed["trade_off"] = limits.trade_off(event, relation)
+    return computed
 
 
-def by(terms: Any) -> str:
+def _other_version(terms: Any) -> str:
     """Which other version of the accountant computed the statement; empty where it is this one, or none is named."""
-    here = accounting.versions()["version"]
-    stated = terms.accountant.version if terms is not None else here
-    return "" if stated == here else f" (stated by dp-accounting {stated}, computed here by {here}, which may differ)"
+    version = accounting.versions()["version"]
+    stated = terms.accountant.version if terms is not None else version
+    return "" if stated == version else f" (stated by dp-accounting {stated}, computed by {version}, which may differ)"
 
 
-def differing(stated: object, fresh: object, terms: Any, where: str = "", least: float = 0.0) -> list[Difference]:
+def differing(stated: object, computed: object, terms: Any, path: str = "", least: float = 0.0) -> list[Difference]:
     """Fields of a JSON value, from ``where`` in a statement, that are not what is computed here.
 
     The accountant's version of ``terms`` says which column of ``TABLE`` holds; ``least`` is the least tolerance of epsilon.
     """
-    other = terms is None or bool(by(terms))
+    other_version = terms is None or bool(_other_version(terms))
 
-    def slack(name: str) -> float:
+    def tolerance_of(name: str) -> float:
         field = field_of(name)
-        tolerance = field.other if other else field.same
+        tolerance = field.other if other_version else field.same
         return max(least, tolerance) if field.line in _BY_GRID else tolerance
 
-    return list(values.differences(stated, fresh, where, slack))
+    return list(values.differences(stated, computed, path, tolerance_of))
 
 
 def rules(release: Published[Any]) -> Iterator[Check]:
     """What has to hold of the facts whatever they promise."""
-    known = release.artifact.rules(release.record)
-    values.hold(known, release.again)
-    if known:
+    outcomes = release.artifact.rules(release.record)
+    values.hold(outcomes, release.again)
+    if outcomes:
         yield values.verified("record", f"{release.source} keeps to its rules: {release.promise.words}.")
 
 
-def said(release: Published[Any]) -> Iterator[Check]:
+def asserted_fields(release: Published[Any]) -> Iterator[Check]:
     """What nobody can compute."""
     terms = cast(Any, release.promise.terms)
     stated = {**(terms.to_json() if terms else {}), **release.record.to_json()}
-    for name, (fields, why) in release.artifact.asserted.items():
-        there = [field for field in fields.split() if _has(stated, field)]
-        if there or not fields:
-            yield values.asserted(name, f"{', '.join(there)}: {why}." if there else f"{why}.")
+    for name, (fields, reason) in release.artifact.asserted.items():
+        present = [field for field in fields.split() if _has(stated, field)]
+        if present or not fields:
+            yield values.asserted(name, f"{', '.join(present)}: {reason}." if present else f"{reason}.")
 
 
-def _has(stated: Any, field: str) -> bool:
+def _has(value: Any, field: str) -> bool:
     name, _, inner = field.partition(".")
-    if isinstance(stated, list):  # under "*"
-        return any(_has(each, inner) for each in stated)
-    return isinstance(stated, dict) and name in stated and (not inner or _has(stated[name], inner))
+    if isinstance(value, list):  # under "*"
+        return any(_has(item, inner) for item in value)
+    return isinstance(value, dict) and name in value and (not inner or _has(value[name], inner))
 
 
 def check(release: Published[Any]) -> Iterator[Check]:
@@ -202,44 +202,50 @@ def check(release: Published[Any]) -> Iterator[Check]:
         yield values.verified("promise", f"none is made: {promise.reason}.{attempted}")
     if terms is None:
         return
-    fresh, least = figures(promise)
-    yield from values.guarded("cross-check", _second, release, fresh)
-    stated = {name: value for name, value in terms.to_json().items() if name in fresh}
+    computed, epsilon_tolerance = figures(promise)
+    yield from values.guarded("cross-check", _second_accountant, release, computed)
+    stated = {name: value for name, value in terms.to_json().items() if name in computed}
     if lattice := promise.lattice:
         stated[_NOISE] = lattice.noise_over_max_grad_norm
-        fresh[_NOISE] = noise_scale(terms.noise_multiplier, 1.0, lattice.coordinates)
-    yield from _compared(release, stated, fresh, least)
-    if "limits" not in fresh:
+        computed[_NOISE] = noise_scale(terms.noise_multiplier, 1.0, lattice.coordinates)
+    yield from _compared(release, stated, computed, epsilon_tolerance)
+    if "limits" not in computed:
         yield values.asserted("limits of attackers", "not recomputed: an epsilon in the hundreds limits no attacker.")
 
 
-def _compared(release: Published[Any], stated: Json, fresh: Json, least: float) -> Iterator[Check]:
-    """One line for all fields that the table has under one name."""
-    wrong, how = differing(stated, fresh, release.promise.terms, least=least), by(release.promise.terms)
+def _compared(release: Published[Any], stated: Json, computed: Json, epsilon_tolerance: float) -> Iterator[Check]:
+    terms = release.promise.terms
+    differences, version = differing(stated, computed, terms, least=epsilon_tolerance), _other_version(terms)
     for line in dict.fromkeys(field.line for field in TABLE):
-        names = [name for name in fresh if field_of(name).line == line]
-        if bad := [each for each in wrong if field_of(each.field).line == line]:
-            yield values.failed(line, f"{values.listed(bad)} does not follow from the event{how}. {release.again}")
+        names = [name for name in computed if field_of(name).line == line]
+        if wrong := [difference for difference in differences if field_of(difference.field).line == line]:
+            detail = f"{values.listed(wrong)} does not follow from the event{version}. {release.again}"
+            yield values.failed(line, detail)
         elif names:
-            shown = [f"{name} {fresh[name]:.6g}" if isinstance(fresh[name], float) else name for name in names]
-            yield values.verified(line, f"{', '.join(shown)}: computed again from the event{how}.")
+            figures_in_words = ", ".join(_in_words(name, computed[name]) for name in names)
+            yield values.verified(line, f"{figures_in_words}: computed again from the event{version}.")
 
 
-def _second(release: Published[Any], fresh: Json) -> Iterator[Check]:
-    """What a second accountant says of the event, where that is not computed again."""
-    terms, epsilon = cast(Any, release.promise.terms), fresh["epsilon"]
-    known, stated = accounting.accountants(terms.event), terms.cross_check
-    if stated is None and {"pld", "rdp"} <= known:
+def _in_words(name: str, figure: Any) -> str:
+    if name == "accountants":
+        return ", ".join(f"{each.upper()} {value:.6g}" for each, value in figure.items() if value is not None)
+    return f"{name} {figure:.6g}" if isinstance(figure, float) else name
+
+
+def _second_accountant(release: Published[Any], computed: Json) -> Iterator[Check]:
+    terms, epsilon = cast(Any, release.promise.terms), computed["epsilon"]
+    supporting, stated = accounting.accountants(terms.event), terms.cross_check
+    if stated is None and {"pld", "rdp"} <= supporting:
         raise Wrong(f"cross_check is missing, although RDP supports this event. {release.again}")
     if stated is None:
         yield values.verified("cross-check", "no second accountant supports this event.")
     elif stated.name == "opacus-prv":
-        room = max(accounting.PRV_GAP, 1e-3 * epsilon)
-        if terms.delta >= accounting.MIN_COMPARED_DELTA and not epsilon - 1e-3 <= stated.epsilon <= epsilon + room:
+        tolerance = max(accounting.PRV_GAP, 1e-3 * epsilon)
+        if terms.delta >= accounting.MIN_COMPARED_DELTA and not epsilon - 1e-3 <= stated.epsilon <= epsilon + tolerance:
             raise Wrong(f"cross_check is {stated.epsilon}, which PRV cannot give beside {epsilon:.6g}. {release.again}")
-        why = "which is possible; it needs torch, so it is not run here"
-        yield values.asserted("cross-check", f"{stated.epsilon:.6g} is stated for {stated.name}, {why}.")
-    elif "cross_check" not in fresh:
+        unchecked = "which is possible; it needs torch, so it is not run here"
+        yield values.asserted("cross-check", f"{stated.epsilon:.6g} is stated for {stated.name}, {unchecked}.")
+    elif "cross_check" not in computed:
         raise Wrong(f"cross_check names an accountant that dpllm never uses for this event. {release.again}")
 
 
@@ -253,43 +259,44 @@ def check_lineage(release: Published[Any]) -> Iterator[Check]:
         if promise.terms is not None or promise.reason is not None:
             yield values.asserted("lineage", "none: the author says that the base model has no privacy statement.")
         return
-    own = promise.terms if promise.reason is None else None
-    parents, same_data, stated = lineage.models, lineage.on_same_data, lineage.composed
-    charged = promise.composed.dataset if promise.composed else None
-    denied = charged not in (None, lineage.dataset) and charged in {parent.dataset for parent in parents}
-    none = own is not None and not all(parent.guarantee for parent in same_data)
+    own_terms = promise.terms if promise.reason is None else None
+    parents, same_data, stated_total = lineage.models, lineage.on_same_data, lineage.composed
+    account = promise.composed.dataset if promise.composed else None
+    denies_parent = account not in (None, lineage.dataset) and account in {parent.dataset for parent in parents}
+    unprotected = own_terms is not None and not all(parent.guarantee for parent in same_data)
     rules = {
         f"more than {MOST_PARENTS} earlier models are named": len(parents) <= MOST_PARENTS,
         "same_dataset contradicts the datasets that are named": lineage.same_dataset == bool(same_data),
-        "an earlier model was trained on this run's dataset, but lineage denies it": not denied,
-        "an earlier model was trained on the same dataset without a guarantee, so this one has none": not none,
+        "an earlier model was trained on this run's dataset, but lineage denies it": not denies_parent,
+        "an earlier model was trained on the same dataset without a guarantee, so this one has none": not unprotected,
     }
     values.hold(rules, release.again)
     for parent in parents:
         _check_parent(parent, release.again)
-    total, why = ancestry.together(same_data, own)
-    if (stated is None) != (total is None) or (stated is None and not lineage.reason):
-        raise Wrong(f"a total of all runs on the dataset, or why there is none ({why}), is not stated. {release.again}")
-    if own is None or stated is None or total is None:
+    total, reason = ancestry.together(same_data, own_terms)
+    if (stated_total is None) != (total is None) or (stated_total is None and not lineage.reason):
+        raise Wrong(f"neither a total of all runs on the dataset nor a reason ({reason}) is stated. {release.again}")
+    if own_terms is None or stated_total is None or total is None:
         names = values.listed([parent.name for parent in parents])
         yield values.asserted("lineage", f"{names}: no total is stated ({lineage.reason}).")
         return
-    fresh = {"epsilon": total.epsilon, "delta": total.delta}
-    if wrong := differing({name: getattr(stated, name) for name in fresh}, fresh, own, "lineage.composed"):
+    computed = {"epsilon": total.epsilon, "delta": total.delta}
+    stated = {name: getattr(stated_total, name) for name in computed}
+    if wrong := differing(stated, computed, own_terms, "lineage.composed"):
         raise Wrong(f"{values.listed(wrong)} is not what all runs on the dataset cost. {release.again}")
     yield values.verified(
         "lineage", f"epsilon {total.epsilon:.6g} with {len(same_data)} earlier models on the same dataset."
     )
 
 
-def _check_parent(parent: Ancestor, again: str) -> None:
+def _check_parent(parent: Ancestor, advice: str) -> None:
     if not parent.guarantee:
         if parent.event is not None or parent.epsilon is not None:
-            raise Wrong(f"{parent.name} states numbers but no guarantee. {again}")
+            raise Wrong(f"{parent.name} states numbers but no guarantee. {advice}")
         return
     relation = parent.neighbouring_relation
     if parent.epsilon is None or parent.delta is None or parent.event is None or relation not in get_args(Relation):
-        raise Wrong(f"{parent.name} states a guarantee but no numbers. {again}")
-    least, coarse = pld(parent.event, parent.delta, cast(Relation, relation))
-    if not math.isfinite(least) or parent.epsilon < least * (1 - (COARSE if coarse else OTHER_VERSION)):
-        raise Wrong(f"{parent.name} states epsilon {parent.epsilon:g}, but its event costs {least:.6g}. {again}")
+        raise Wrong(f"{parent.name} states a guarantee but no numbers. {advice}")
+    epsilon, coarse = pld(parent.event, parent.delta, cast(Relation, relation))
+    if not math.isfinite(epsilon) or parent.epsilon < epsilon * (1 - (COARSE if coarse else OTHER_VERSION)):
+        raise Wrong(f"{parent.name} states epsilon {parent.epsilon:g}, but its event costs {epsilon:.6g}. {advice}")

@@ -29,55 +29,55 @@ _MOST_DATA = 2**34
 
 def statistics(release: Published[Any]) -> Iterator[Check]:
     """What was released about the data: its epsilon, alone and with all else, against its events."""
-    promise, shown = release.promise, release.promise.statistics
-    if shown is None:
+    promise, record = release.promise, release.promise.statistics
+    if record is None:
         return
-    terms, releases, alone = promise.terms, shown.releases, not isinstance(shown, BesideRun)
-    cost = shown.pure
-    if alone and cost == math.inf:  # Gaussian sums
-        check_promise.bounded(shown.event())
-        cost = accounting.epsilon(shown.event(), shown.delta, "zero_out", "rdp")
-    same = terms is not None and (shown.unit, shown.neighbouring_relation) == (terms.unit, terms.neighbouring_relation)
+    terms, releases, standalone = promise.terms, record.releases, not isinstance(record, BesideRun)
+    cost = record.pure
+    if standalone and cost == math.inf:  # Gaussian sums
+        check_promise.bounded(record.event())
+        cost = accounting.epsilon(record.event(), record.delta, "zero_out", "rdp")
+    protects = record.unit, record.neighbouring_relation
+    same_unit = terms is not None and protects == (terms.unit, terms.neighbouring_relation)
     values.hold(
         {
-            "the statistics protect another unit, or use another relation": alone or same,
-            "the statistics' delta is 1/N or more, which protects nobody": shown.delta * promise.units < 1,
-            "the statistics were not drawn, or promise nothing": shown.drawn and cost <= check_promise.LARGE,
+            "the statistics protect another unit, or use another relation": standalone or same_unit,
+            "the statistics' delta is 1/N or more, which protects nobody": record.delta * promise.units < 1,
+            "the statistics were not drawn, or promise nothing": record.drawn and cost <= check_promise.LARGE,
         },
         release.again,
     )
-    if strange := [each.statistic for each in releases if not _is_ours(each, shown.max_examples_per_unit)]:
-        raise Wrong(
-            f"{values.listed(strange)} is no statistic of dpllm, by its mechanism, with its error. {release.again}"
-        )
-    fresh: Json = {"epsilon": accounting.epsilon(shown.event(), shown.delta, shown.neighbouring_relation)}
-    if isinstance(shown, BesideRun):
-        fresh["with_run"] = state.beside_run(shown, terms, promise.reason is None).with_run
-    stated = {name: getattr(shown, name) for name in fresh}
-    less = alone and shown.epsilon < fresh["epsilon"] * (1 - TOLERANCE)  # which version computed it is not stated
-    if (wrong := check_promise.differing(stated, fresh, terms, "statistics")) or less:
+    if unknown := [each.statistic for each in releases if not _is_statistic(each, record.max_examples_per_unit)]:
+        raise Wrong(f"{values.listed(unknown)}: dpllm releases no such statistic with this error. {release.again}")
+    computed: Json = {"epsilon": accounting.epsilon(record.event(), record.delta, record.neighbouring_relation)}
+    if isinstance(record, BesideRun):
+        computed["with_run"] = state.beside_run(record, terms, promise.reason is None).with_run
+    stated = {name: getattr(record, name) for name in computed}
+    # Which version of the accountant computed it is not stated.
+    understated = standalone and record.epsilon < computed["epsilon"] * (1 - TOLERANCE)
+    if (wrong := check_promise.differing(stated, computed, terms, "statistics")) or understated:
         raise Wrong(f"{values.listed(wrong or ['epsilon'])} is not what the statistics cost. {release.again}")
-    all_else = "" if fresh.get("with_run") is None else f", with all else {fresh['with_run']:.6g}"
-    cost_alone = f"epsilon {fresh['epsilon']:.6g} at delta {shown.delta:g}"
-    yield values.verified("statistics", f"{len(releases)} releases cost {cost_alone}{all_else}.")
+    all_else = "" if computed.get("with_run") is None else f", with all else {computed['with_run']:.6g}"
+    cost_text = f"epsilon {computed['epsilon']:.6g} at delta {record.delta:g}"
+    yield values.verified("statistics", f"{len(releases)} releases cost {cost_text}{all_else}.")
 
 
-def _is_ours(release: Release, rows: int) -> bool:
+def _is_statistic(release: Release, rows: int) -> bool:
     """Whether dpllm releases such a statistic: by its mechanism, with the error that its epsilon gives, of such a value."""
     if release.vectors is not None:  # for which sums alone pay
         return isinstance(release.event, SelfComposed) and _is_embedded(release, release.event.count)
     declared, value = release.declared.model_dump(exclude_none=True), release.value or {}
     kinds = {"": "units", "values": "shares", "numbers quantile": "quantiles"}
-    asked = Statistic(cast(Kind, kinds.get(" ".join(declared))), release.statistic.partition(" of ")[2], **declared)
-    if not isinstance(release.event, PureDP) or not asked.kind or asked.name != release.statistic:
+    statistic = Statistic(cast(Kind, kinds.get(" ".join(declared))), release.statistic.partition(" of ")[2], **declared)
+    if not isinstance(release.event, PureDP) or not statistic.kind or statistic.name != release.statistic:
         return False
     stated = release.mechanism, release.error_95, release.error_of
-    if any(values.differences(stated, told(asked, rows, release.event.epsilon))):
+    if any(values.differences(stated, told(statistic, rows, release.event.epsilon))):
         return False
-    if asked.quantile:  # one of the candidates
-        candidates = {tidy(float(number)) for number in asked.numbers}
-        return [*value] == [f"{asked.quantile:g}"] and {*value.values()} <= candidates
-    counts = [*asked.values, OTHER] if asked.values else ["units"]
+    if statistic.quantile:  # one of the candidates
+        candidates = {tidy(float(number)) for number in statistic.numbers}
+        return [*value] == [f"{statistic.quantile:g}"] and {*value.values()} <= candidates
+    counts = [*statistic.values, OTHER] if statistic.values else ["units"]
     return sorted(value) == sorted(counts) and all(float(count).is_integer() for count in value.values())
 
 
@@ -85,7 +85,7 @@ def _is_embedded(release: Release, sums: int) -> bool:
     """Whether clusters or a classifier have as many sums as their mechanism, and a whole count for each name."""
     declared, value = release.declared, release.value or {}
     kind: embedded.Kind = "clusters" if declared.clusters else "classifier"
-    due = embedded.figures(kind, release.noise_multiplier, sums)
+    expected = embedded.figures(kind, release.noise_multiplier, sums)
     if declared.clusters:
         named = [name[:3] for name in sorted(value)] == [f"{number:02} " for number in range(1, declared.clusters + 1)]
         named &= release.statistic == "clusters of texts"
@@ -95,7 +95,7 @@ def _is_embedded(release: Release, sums: int) -> bool:
     public = {"encoder", "units", "max_length", "dimensions", "clusters" if declared.clusters else "values"}
     return (
         named
-        and not any(values.differences({name: getattr(release, name) for name in due}, due))
+        and not any(values.differences({name: getattr(release, name) for name in expected}, expected))
         and declared.model_dump(exclude_none=True).keys() == public
         and all(map(str.isprintable, value))
         and all(float(count).is_integer() and abs(count) < 2.0**52 for count in value.values())
@@ -105,21 +105,21 @@ def _is_embedded(release: Release, sums: int) -> bool:
 
 def of_model(export: Published[PrivacyRecord]) -> Iterator[Check]:
     """What a statement says of its training labels."""
-    shown, before = export.record.labels, export.record.labels_before
+    labels, earlier = export.record.labels, export.record.labels_before
     if export.run is not None:
-        wanted = export.run.load_config().data.label_epsilon
-        if wanted != (shown.epsilon if shown else None):
-            raise Wrong(f"the loss was made for labels of epsilon {wanted}, and another is stated. {export.again}")
-    if shown is not None:
-        stated, due = shown.account_epsilon, shown.with_account(before=before).account_epsilon
-        if stated != due:
-            raise Wrong(f"{shown.dataset} holds {due} with the models before; {stated} is stated. {export.again}")
-        yield from _draw(export, shown)
+        loss_epsilon = export.run.load_config().data.label_epsilon
+        if loss_epsilon != (labels.epsilon if labels else None):
+            raise Wrong(f"the loss is for labels of epsilon {loss_epsilon}, and another is stated. {export.again}")
+    if labels is not None:
+        stated, total = labels.account_epsilon, labels.with_account(before=earlier).account_epsilon
+        if stated != total:
+            raise Wrong(f"{labels.dataset} holds {total} with the models before; {stated} is stated. {export.again}")
+        yield from _label_draw(export, labels)
 
 
-def beside(flipped: Published[LabelRecord]) -> Iterator[Check]:
+def labels_file(flipped: Published[LabelRecord]) -> Iterator[Check]:
     """The file of flipped labels beside its record."""
-    yield from _draw(flipped, flipped.record)
+    yield from _label_draw(flipped, flipped.record)
     name = flipped.artifact.sources[0].removesuffix(SUFFIX) + ".jsonl"
     data = flipped.directory / name
     if not data.exists():
@@ -140,28 +140,27 @@ def vectors(folder: Published[Embedded]) -> Iterator[Check]:
     yield values.verified("vectors", f"{released.VECTORS} has the stated shapes.")
 
 
-def _draw(release: Published[Any], shown: Labels) -> Iterator[Check]:
-    """A draw of labels: its coins, and its entry in the ledger, of their own relation."""
-    costs = f"epsilon {shown.epsilon:g}, {shown.unit_epsilon:g} for the {shown.max_labels} of one unit"
-    yield values.verified("labels", f"a flip with probability {shown.probability:.6g} is {costs}.")
-    name, where = "labels: ledger", check_ledger.ledger_of(release)
-    if where is None:
-        entry = f"entry {shown.entry} of {shown.dataset}, and what its account holds,"
+def _label_draw(release: Published[Any], labels: Labels) -> Iterator[Check]:
+    costs = f"epsilon {labels.epsilon:g}, {labels.unit_epsilon:g} for the {labels.max_labels} of one unit"
+    yield values.verified("labels", f"a flip with probability {labels.probability:.6g} is {costs}.")
+    name, location = "labels: ledger", check_ledger.ledger_of(release)
+    if location is None:
+        entry = f"entry {labels.entry} of {labels.dataset}, and what its account holds,"
         yield values.asserted(name, f"{entry} is what the author says. To check: --ledger FILE.")
         return
-    chain = check_ledger.chain_at(where, None)
-    check_ledger.charged(chain, name, [shown.paid], release.again)
-    account = [e for e in chain.entries if e.dataset == shown.dataset and e.kind in ("reserve", "import")]
+    chain = check_ledger.chain_at(location, None)
+    check_ledger.charged(chain, name, [labels.paid], release.again)
+    account = [e for e in chain.entries if e.dataset == labels.dataset and e.kind in ("reserve", "import")]
     # Without a total (of models before, some counted other units) what is stated is this draw alone.
-    events, known = [event_of(e) for e in account], shown.account_epsilon or shown.unit_epsilon
-    before = account.index(chain.reserved()[shown.entry]) + 1
-    now, least = added(*events), added(*events[:before])
-    charged = f"{chain.where} charged {shown.unit_epsilon:g} for this draw, and its account holds {now:g} in all"
-    if known < least * (1 - 1e-9):
-        raise Wrong(f"{charged}, {least:g} at the time; {known:g} is stated. {release.again}")
+    events, stated_epsilon = [event_of(e) for e in account], labels.account_epsilon or labels.unit_epsilon
+    position = account.index(chain.reserved()[labels.entry]) + 1
+    held, epsilon_at_draw = added(*events), added(*events[:position])
+    charge = f"{chain.where} charged {labels.unit_epsilon:g} for this draw, and its account holds {held:g} in all"
+    if stated_epsilon < epsilon_at_draw * (1 - 1e-9):
+        raise Wrong(f"{charge}, {epsilon_at_draw:g} at the time; {stated_epsilon:g} is stated. {release.again}")
     if len(events) == 1:
         yield values.verified(name, f"{chain.where} charged exactly this, in an account that nothing else is added to.")
-    elif now <= known * (1 + 1e-9):
-        yield values.verified(name, f"{charged}, as is stated.")
+    elif held <= stated_epsilon * (1 + 1e-9):
+        yield values.verified(name, f"{charge}, as is stated.")
     else:
-        yield values.asserted(name, f"{charged}, more than is stated: whoever sees all draws learns that much.")
+        yield values.asserted(name, f"{charge}, more than is stated: whoever sees all draws learns that much.")

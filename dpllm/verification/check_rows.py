@@ -67,7 +67,7 @@ def of_inference(folder: Published[Inference]) -> Iterator[Check]:
         yield asserted("batches", f"{sizes} that were declared, not counted.")
 
 
-def _rows(folder: Published[Any], record: Written, asked: set[str] | None) -> Check:
+def _rows(folder: Published[Any], record: Written, codes: set[str] | None) -> Check:
     """Each line is one row, with the stated columns in their order, which hold text, and codes that could be asked for."""
     columns, number = list(record.columns), 0
     with regular(folder.directory / ROWS) as file:
@@ -81,9 +81,9 @@ def _rows(folder: Published[Any], record: Written, asked: set[str] | None) -> Ch
                 row = parsed(line, len(columns))
             except ValueError:
                 row = {}
-            right = list(row) == columns and all(isinstance(value, str) for value in row.values())
+            is_row = list(row) == columns and all(isinstance(value, str) for value in row.values())
             code = layouts.SEPARATOR.join(str(row.get(column, "")) for column in record.control)
-            if not right or not (asked is None or code in asked):
+            if not is_row or not (codes is None or code in codes):
                 raise Wrong(
                     f"line {number} of {ROWS} is not text in {', '.join(columns)}, as asked for. {folder.again}"
                 )

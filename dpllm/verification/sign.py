@@ -54,9 +54,9 @@ def sign(directory: Path, key: Path) -> Path:
         raise ConfigError(f"{directory}: holds no privacy.json to sign. Type dpllm card RUN first.")
     signer = _with_key("--sign", key)
     with TemporaryDirectory() as folder:
-        made = Path(folder) / SIGNATURE
-        signer.sign(directory, made)
-        write_whole(directory / SIGNATURE, made.read_bytes())
+        path = Path(folder) / SIGNATURE
+        signer.sign(directory, path)
+        write_whole(directory / SIGNATURE, path.read_bytes())
     return directory / SIGNATURE
 
 
@@ -92,9 +92,9 @@ def _check(directory: Path, name: str, verifier: Any) -> Check:
         )
     hint, signed = _read(path)
     present = {CARD: read_bytes(directory / CARD), BLOCK: read_bytes(directory / BLOCK)}
-    wanted = {file: hashlib.sha256(content).hexdigest() for file, content in present.items()}
-    wanted |= read_object(directory / BLOCK)["files"]
-    if differing := sorted(file for file in wanted.keys() | signed.keys() if wanted.get(file) != signed.get(file)):
+    expected = {file: hashlib.sha256(content).hexdigest() for file, content in present.items()}
+    expected |= read_object(directory / BLOCK)["files"]
+    if differing := sorted(file for file in expected.keys() | signed.keys() if expected.get(file) != signed.get(file)):
         raise Wrong(f"{SIGNATURE} is not of these files: {listed(differing)}. {_AGAIN}")
     if verifier is None:
         missing = "" if importlib.util.find_spec("model_signing") else f", after {_INSTALL}"
@@ -124,9 +124,9 @@ def _read(path: Path) -> tuple[str, dict[str, str]]:
         names = {*bundle, *envelope, *material, *material["publicKey"]}
         payload = parsed(base64.b64decode(envelope["payload"], validate=True), MOST_OTHER // BYTES_OF_VALUE)
         resources = payload["predicate"]["resources"]
-        if names != _FIELDS or {one["algorithm"] for one in resources} != {"sha256"}:
+        if names != _FIELDS or {resource["algorithm"] for resource in resources} != {"sha256"}:
             raise ValueError("another format")
-        return str(material["publicKey"]["hint"])[:64], {one["name"]: one["digest"] for one in resources}
+        return str(material["publicKey"]["hint"])[:64], {resource["name"]: resource["digest"] for resource in resources}
     except (LookupError, TypeError, ValueError):
         raise Wrong(
             f"{SIGNATURE} is no signature of a model by a key, as OpenSSF model signing writes it. {_AGAIN}"

@@ -133,10 +133,10 @@ def facts_of(artifact: Artifact[Stated], values: Sequence[Json]) -> Stated:
         raise Wrong(f"{name} cannot be computed with ({type(error).__name__}). {artifact.again}") from None
 
 
-def hold(rules: Mapping[str, bool], again: str) -> None:
+def hold(rules: Mapping[str, bool], advice: str) -> None:
     """Refuses, with ``Wrong``, what is wrong where a rule does not hold; ``again``: what to do about it."""
-    if wrong := [problem for problem, good in rules.items() if not good]:
-        raise Wrong(f"{listed(wrong)}. {again}")
+    if wrong := [problem for problem, holds in rules.items() if not holds]:
+        raise Wrong(f"{listed(wrong)}. {advice}")
 
 
 def guarded(name: str, check: Callable[..., Iterator[Check]], *arguments: object) -> Iterator[Check]:
@@ -177,12 +177,12 @@ def plain(text: object) -> str:
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 4]} ..."
 
 
-def close(stated: object, found: object, tolerance: float = TOLERANCE) -> bool:
+def close(stated: object, computed: object, tolerance: float = TOLERANCE) -> bool:
     """Whether two numbers are equal up to rounding; True and 1 are not, None equals None only."""
-    for value in (stated, found):
+    for value in (stated, computed):
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            return stated is None and found is None
-    return math.isclose(float(stated), float(found), rel_tol=tolerance, abs_tol=min(tolerance, 1e-12))  # type: ignore[arg-type]
+            return stated is None and computed is None
+    return math.isclose(float(stated), float(computed), rel_tol=tolerance, abs_tol=min(tolerance, 1e-12))  # type: ignore[arg-type]
 
 
 class Difference(NamedTuple):
@@ -206,55 +206,55 @@ def _short(value: object) -> str:
 
 
 def differences(
-    stated: Any, fresh: Any, where: str = "", tolerance: float | Callable[[str], float] = TOLERANCE
+    stated: Any, computed: Any, path: str = "", tolerance: float | Callable[[str], float] = TOLERANCE
 ) -> Iterator[Difference]:
     """Where two JSON values differ by more than rounding, of which counts have none; 1, 1.0, true and "1" all differ.
 
     ``tolerance`` is relative; a function gives that of a field.
     """
-    if isinstance(stated, dict) and isinstance(fresh, dict):
-        for key in sorted(stated.keys() | fresh.keys()):
-            here = f"{where}.{key}" if where else str(key)
-            yield from differences(stated.get(key, ABSENT), fresh.get(key, ABSENT), here, tolerance)
-    elif isinstance(stated, list | tuple) and isinstance(fresh, list | tuple) and len(stated) == len(fresh):
-        for number, pair in enumerate(zip(stated, fresh, strict=True)):
-            yield from differences(*pair, f"{where}[{number}]", tolerance)
-    elif type(stated) is not type(fresh):
-        yield Difference(where, stated, fresh)
-    elif stated != fresh:
-        slack = tolerance(where) if callable(tolerance) else tolerance
-        if not (isinstance(stated, float) and close(stated, fresh, slack)):
-            yield Difference(where, stated, fresh)
+    if isinstance(stated, dict) and isinstance(computed, dict):
+        for key in sorted(stated.keys() | computed.keys()):
+            inner_path = f"{path}.{key}" if path else str(key)
+            yield from differences(stated.get(key, ABSENT), computed.get(key, ABSENT), inner_path, tolerance)
+    elif isinstance(stated, list | tuple) and isinstance(computed, list | tuple) and len(stated) == len(computed):
+        for number, pair in enumerate(zip(stated, computed, strict=True)):
+            yield from differences(*pair, f"{path}[{number}]", tolerance)
+    elif type(stated) is not type(computed):
+        yield Difference(path, stated, computed)
+    elif stated != computed:
+        relative = tolerance(path) if callable(tolerance) else tolerance
+        if not (isinstance(stated, float) and close(stated, computed, relative)):
+            yield Difference(path, stated, computed)
 
 
-def listed(names: Sequence[object], most: int = 4) -> str:
+def listed(names: Sequence[object], limit: int = 4) -> str:
     """Some names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(str, names[:limit])) + rest
 
 
 @contextmanager
-def bounded_memory(more: int | None = None) -> Iterator[None]:
+def bounded_memory(extra: int | None = None) -> Iterator[None]:
     """Lets this process take ``more`` than it holds (None: ``MOST_MEMORY``), where Linux says what that is: stated sizes may lie.
 
     An allocation beyond it is an error, and so a failed check.
     """
-    held = Path("/proc/self/statm")
-    if not held.exists():
+    usage = Path("/proc/self/statm")
+    if not usage.exists():
         yield
         return
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    most = int(held.read_text().split()[5]) * resource.getpagesize() + (more or MOST_MEMORY)
+    previous = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = int(usage.read_text().split()[5]) * resource.getpagesize() + (extra or MOST_MEMORY)
     try:
-        least = min([most, *(one for one in before if one != resource.RLIM_INFINITY)])
-        resource.setrlimit(resource.RLIMIT_DATA, (least, before[1]))
+        lowest = min([limit, *(bound for bound in previous if bound != resource.RLIM_INFINITY)])
+        resource.setrlimit(resource.RLIMIT_DATA, (lowest, previous[1]))
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+        resource.setrlimit(resource.RLIMIT_DATA, previous)
 
 
 @contextmanager
-def regular(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
+def regular(path: Path, max_bytes: int | None = None) -> Iterator[BinaryIO]:
     """A regular file, open for reading, of at most so many bytes, or of those that ``MOST`` allows for its name.
 
     Raises:
@@ -265,7 +265,7 @@ def regular(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(handle, "rb") as file:
             status = os.fstat(handle)
-            check_regular(status, path, most_bytes(path) if most is None else most)
+            check_regular(status, path, most_bytes(path) if max_bytes is None else max_bytes)
             if status.st_size > MOST_BYTES and 2 * 512 * status.st_blocks < status.st_size and _has_hole(handle):
                 raise Wrong(f"{path.name} has {status.st_size:,} bytes, most of which were never written. {_RESTORE}")
             yield file
@@ -289,17 +289,17 @@ def _has_hole(handle: int) -> bool:
     return False
 
 
-def check_regular(status: os.stat_result, path: Path, most: int) -> None:
+def check_regular(status: os.stat_result, path: Path, max_bytes: int) -> None:
     """Refuses what is no regular file of bounded size."""
     if not stat.S_ISREG(status.st_mode):
         raise Wrong(f"{path.name} is not a regular file. {_RESTORE}")
-    if status.st_size > most:
-        raise Wrong(f"{path.name} has {status.st_size:,} bytes, more than {most:,}. {_RESTORE}")
+    if status.st_size > max_bytes:
+        raise Wrong(f"{path.name} has {status.st_size:,} bytes, more than {max_bytes:,}. {_RESTORE}")
 
 
-def read_bytes(path: Path, most: int | None = None) -> bytes:
+def read_bytes(path: Path, max_bytes: int | None = None) -> bytes:
     """What such a file holds."""
-    with regular(path, most) as file:
+    with regular(path, max_bytes) as file:
         return file.read()
 
 
@@ -333,9 +333,9 @@ def read_object(path: Path) -> dict[str, Any]:
         raise Wrong(f"{path.name} is not a JSON object that dpllm writes ({reason}). {_RESTORE}") from None
 
 
-def parsed(content: bytes, most: int) -> dict[str, Any]:
+def parsed(content: bytes, max_values: int) -> dict[str, Any]:
     """A JSON object of at most ``most`` values, of whose size nothing was parsed before; a ValueError where it is none."""
-    check_shape(content, most)
+    check_shape(content, max_values)
     value = json.loads(
         content.decode("utf-8"), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_no_key_twice
     )

@@ -89,7 +89,7 @@ def _opened(path: Path, ledger: str | None) -> Published[Any]:
         of_labels = replace(LABELS, sources=(path.name,))
         return Published(of_labels, path.parent, values.read_facts(of_labels, path.parent), ledger=ledger)
     artifact = next((kind for name, kind in _FOLDERS.items() if os.path.lexists(path / name)), MODEL)
-    directory, run = (path, None) if artifact is not MODEL else _subject(path)
+    directory, run = (path, None) if artifact is not MODEL else _export_and_run(path)
     if artifact is synthetic.ARTIFACT:
         run = synthetic.run_of(path)
     if run is not None:
@@ -101,11 +101,11 @@ def _opened(path: Path, ledger: str | None) -> Published[Any]:
 def insist(path: Path, ledger: str | None = None) -> Verification:
     """All checks of what is about to be published; ``Refused`` where one of them failed."""
     verification = verify(path, ledger=ledger)
-    if wrong := [check for check in verification.checks if check.status == "failed"]:
-        more = f" ({len(wrong)} checks fail)" if len(wrong) > 1 else ""
+    if failures := [check for check in verification.checks if check.status == "failed"]:
+        count = f" ({len(failures)} checks fail)" if len(failures) > 1 else ""
         raise Refused(
-            f"{path}: does not verify, and a card that does not verify is not published{more}: {wrong[0].name}: "
-            f"{wrong[0].detail}"
+            f"{path}: does not verify, and a card that does not verify is not published{count}: {failures[0].name}: "
+            f"{failures[0].detail}"
         )
     return verification
 
@@ -114,32 +114,32 @@ def insist(path: Path, ledger: str | None = None) -> Verification:
 def undone_unless_verified(root: Path) -> Iterator[None]:
     """Around what writes the card of a run directory or of a data set: its files are as they were if it, or ``insist``, fails."""
 
-    def held() -> dict[Path, bytes]:
-        there = (root / below / name for below in ("", "export", "run") for name in _WRITTEN)
-        return {path: path.read_bytes() for path in there if path.is_file()}
+    def written_files() -> dict[Path, bytes]:
+        paths = (root / below / name for below in ("", "export", "run") for name in _WRITTEN)
+        return {path: path.read_bytes() for path in paths if path.is_file()}
 
-    before = held()
+    original = written_files()
     try:
         yield
         insist(root)
     except BaseException:
-        for path in held().keys() - before.keys():
+        for path in written_files().keys() - original.keys():
             path.unlink()
-        for path, content in before.items() - held().items():
+        for path, content in original.items() - written_files().items():
             write_whole(path, content)
         raise
 
 
-def _subject(path: Path) -> tuple[Path, RunDir | None]:
+def _export_and_run(path: Path) -> tuple[Path, RunDir | None]:
     """The export directory, and the run directory where there is one."""
     if not path.is_dir():
-        near = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*/")], 1)
-        what = "no such directory" + (f" (did you mean {near[0]}?)" if near else "")
-        what = "is a file" if path.exists() else what
-        raise ConfigError(f"{path}: {what}, so nothing can be verified. Type a run or export directory, or a Hub id.")
+        similar = difflib.get_close_matches(path.name, [sibling.name for sibling in path.parent.glob("*/")], 1)
+        problem = "no such directory" + (f" (did you mean {similar[0]}?)" if similar else "")
+        problem = "is a file" if path.exists() else problem
+        raise ConfigError(f"{path}: {problem}. Type a run or export directory, or a Hub id, which can be verified.")
     run = RunDir(path)
-    here, below = ({name for name in (BLOCK, CARD) if os.path.lexists(at / name)} for at in (path, run.export))
-    if here:  # a card at the top is the one that a reader sees, whatever lies below it
+    at_top, below = ({name for name in (BLOCK, CARD) if os.path.lexists(at / name)} for at in (path, run.export))
+    if at_top:  # a card at the top is the one that a reader sees, whatever lies below it
         return path, None
     if not (run.config.exists() and run.export.is_dir()):
         raise ConfigError(
@@ -154,16 +154,15 @@ def _subject(path: Path) -> tuple[Path, RunDir | None]:
 
 
 def _run(export: Published[PrivacyRecord]) -> Iterator[Check]:
-    """The statement against the files of the run that it was made from."""
     run = export.run
     if run is None:
         yield values.asserted("run", "only the export is here: recipe, Plan and record of the run cannot be compared.")
         return
-    yield values.tried("run", _follows, export, run)
+    yield values.tried("run", _statement_of_run, export, run)
     yield from values.guarded("audit: canaries", check_audits.check_canaries, export, run)
 
 
-def _follows(export: Published[PrivacyRecord], run: RunDir) -> Check:
+def _statement_of_run(export: Published[PrivacyRecord], run: RunDir) -> Check:
     config, record = run.load_config(), read_run(run)
     plan = read_plan(run) if config.privacy.enabled else None
     if plan and record.manifest.get(run.plan.name) != plan.digest:
@@ -174,14 +173,13 @@ def _follows(export: Published[PrivacyRecord], run: RunDir) -> Check:
     folder = run.audit_dir(True)
     audit = check_audits.published_audit(folder) if plan is not None and (folder / "audit.json").exists() else None
     statistics = values.read_object(run.describe) if run.describe.exists() else None
-    fresh = state.statement_of(config, plan, record, audit, {**record.artifacts, **later}, statistics)
-    if wrong := list(values.differences(export.record.to_json(), fresh.to_json(), tolerance=0.0)):
+    expected = state.statement_of(config, plan, record, audit, {**record.artifacts, **later}, statistics)
+    if wrong := list(values.differences(export.record.to_json(), expected.to_json(), tolerance=0.0)):
         raise Wrong(f"{values.listed(wrong)} of privacy.json does not follow from recipe, Plan and record. {_AGAIN}")
     return values.verified("run", "config.yaml, plan.json and run.json give exactly this privacy.json, and its files.")
 
 
 def _model(folder: Published[DataSet]) -> Iterator[Check]:
-    """The model that wrote a data set; weights and audit are verified where it is published."""
     model = check_rows.model_of(folder)
     for name, check in (*COMMON, ("labels", check_released.of_model)):
         if name != "files":
@@ -196,7 +194,7 @@ COMMON: Checks = (
     ("files", check_folder.files),
     ("record", check_promise.rules),
     ("promise", check_promise.check),
-    ("author's word", check_promise.said),
+    ("author's word", check_promise.asserted_fields),
     ("statistics", check_released.statistics),
     ("lineage", check_promise.check_lineage),
     ("ledger", check_ledger.check),
@@ -212,6 +210,6 @@ OWN: dict[str, Checks] = {
     synthetic.ARTIFACT.kind: (("rows", check_rows.of_model), ("run", check_rows.current), ("model", _model)),
     inference.ARTIFACT.kind: (("rows", check_rows.of_inference),),
     EMBEDDED.kind: (("vectors", check_released.vectors),),
-    LABELS.kind: (("labels", check_released.beside),),
+    LABELS.kind: (("labels", check_released.labels_file),),
 }
 """And of one kind alone."""

@@ -132,7 +132,7 @@ def test_the_table_reads_back_exactly_and_holds_no_text(tmp_path: Path) -> None:
         assert np.array_equal(getattr(again, field.name), getattr(table, field.name)), field.name
     assert [entry.name for entry in path.parent.iterdir()] == ["tokens.parquet"]
     columns = parquet.read_table(path).schema
-    assert {one.name for one in columns if str(one.type) not in ("double", "int64", "bool")} == {"canary_id"}
+    assert {column.name for column in columns if str(column.type) not in ("double", "int64", "bool")} == {"canary_id"}
 
 
 def make_rows(flags: str = "0101110", words: str = "0120121") -> TokenTable:
@@ -167,12 +167,12 @@ def test_what_a_row_has_above_the_same_words_elsewhere() -> None:
             value - sum(x for x, other in zip(left, kinds, strict=True) if other == kind) / (kinds.count(kind) + 1)
             for value, kind in zip(left, kinds, strict=True)
         ]
-    found = attacks.unexplained(table, table.tuned_log_prob_N)
-    assert found == pytest.approx([sum(left[:3]), sum(left[3:])])
+    unexplained_S = attacks.unexplained(table, table.tuned_log_prob_N)
+    assert unexplained_S == pytest.approx([sum(left[:3]), sum(left[3:])])
     rows = attacks.whole_rows(table)
     base = attacks.unexplained(table, table.base_log_prob_N)
-    assert attacks.calibrated(rows, 0.5) == pytest.approx(found - 0.5 * base)
-    assert attacks.slope(rows) == pytest.approx(statistics.fit_slope(base, found))
+    assert attacks.calibrated(rows, 0.5) == pytest.approx(unexplained_S - 0.5 * base)
+    assert attacks.slope(rows) == pytest.approx(statistics.fit_slope(base, unexplained_S))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def test_a_published_audit_reads_back_as_it_was_written(path: Path) -> None:
         ("exposure.1.inserted", 2.5),
         ("controls.words.succeeds", 1),
         ("canaries.commitment", None),
+        ("canaries.kind", "x"),
         ("verdict", "fine"),
         ("published", 1),
         ("schema_version", 3),

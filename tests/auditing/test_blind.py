@@ -39,10 +39,10 @@ def test_alike_sides_are_told_apart_no_more_often_than_stated(kind, seed, full):
     alarms, squares = 0, []
     for _ in range(repeats):
         everything = texts(rng, 100, kind)
-        found = blind(everything[:50], everything[50:])
-        alarms += found.above_half
-        width = (logit(found.high) - logit(found.low)) / 2 / stats.norm.ppf(0.975)
-        squares.append((logit(found.value) / width) ** 2)
+        control = blind(everything[:50], everything[50:])
+        alarms += control.above_half
+        width = (logit(control.high) - logit(control.low)) / 2 / stats.norm.ppf(0.975)
+        squares.append((logit(control.value) / width) ** 2)
     assert alarms <= stats.binom.isf(SIGNIFICANCE, repeats, 0.025)
     assert sum(squares) < stats.chi2.isf(SIGNIFICANCE, repeats)
 
@@ -71,16 +71,16 @@ def test_the_confidence_is_the_one_asked_for(seed):
 def test_a_difference_in_words_or_form_is_found(change, seed):
     rng = np.random.default_rng(seed)
     everything = [text + " w0 w1" for text in texts(rng, 400)]
-    found = blind(everything[:200], [change(text, place) for place, text in enumerate(everything[200:])])
-    assert found.above_half
+    control = blind(everything[:200], [change(text, place) for place, text in enumerate(everything[200:])])
+    assert control.above_half
 
 
 def test_a_text_is_never_judged_by_a_classifier_that_saw_it():
     """Every text has words of its own alone, by which whoever trained on it would know it."""
     own = [" ".join(f"x{place:03d}y{word}" for word in range(6)) for place in range(200)]
-    found = blind(own[:100], own[100:])
-    assert abs(found.value - 0.5) < 0.1
-    assert not found.above_half
+    control = blind(own[:100], own[100:])
+    assert abs(control.value - 0.5) < 0.1
+    assert not control.above_half
 
 
 def test_a_word_that_nobody_has_seen_weighs_nothing(seed):
@@ -88,8 +88,8 @@ def test_a_word_that_nobody_has_seen_weighs_nothing(seed):
     rng = np.random.default_rng(seed)
     everything = [" ".join(f"n{rng.integers(10**9)}" for _ in range(rng.integers(10, 60))) for _ in range(360)]
     marked = [text + " mark" * (place % 2) + " end" for place, text in enumerate(everything)]
-    found = blind(marked[:60], [text + " end" for text in everything[60:]])
-    assert found.value == pytest.approx(0.75, abs=0.07)
+    control = blind(marked[:60], [text + " end" for text in everything[60:]])
+    assert control.value == pytest.approx(0.75, abs=0.07)
 
 
 def test_equal_texts_say_nothing_and_perfect_separation_says_so():

@@ -57,10 +57,10 @@ def test_known_numbers_of_attempts(p_z, p, n):
 
 
 def test_attempts_lose_nothing_at_the_ends():
-    found = attempts([math.log(1e-300), math.log1p(-1e-16), 0.0, -np.inf, -1e6, -690.0], 0.5)
-    assert found[0] == pytest.approx(math.log(2) * 1e300, rel=1e-12)
-    assert found[1:5].tolist() == [1.0, 1.0, math.inf, math.inf]
-    assert found[5] == pytest.approx(math.log(2) * math.exp(690), rel=1e-12)
+    num_attempts = attempts([math.log(1e-300), math.log1p(-1e-16), 0.0, -np.inf, -1e6, -690.0], 0.5)
+    assert num_attempts[0] == pytest.approx(math.log(2) * 1e300, rel=1e-12)
+    assert num_attempts[1:5].tolist() == [1.0, 1.0, math.inf, math.inf]
+    assert num_attempts[5] == pytest.approx(math.log(2) * math.exp(690), rel=1e-12)
     # One sample gives p_z = 1 - 1e-16 even where p is as near to 1 as float64 can be.
     assert attempts(math.log1p(-1e-16), 1 - 2**-52) == 1
     # 1 - p_z is above 2^-52, but 1 - exp(log p_z) is not.
@@ -108,9 +108,9 @@ SECRETS = [
 
 
 def test_counts_stand_beside_their_controls():
-    found = sampled_extraction(make_table(*zip(*SECRETS, strict=True)))
-    assert list(found) == ["1", "8"]
-    once = found["1"]
+    extraction = sampled_extraction(make_table(*zip(*SECRETS, strict=True)))
+    assert list(extraction) == ["1", "8"]
+    once = extraction["1"]
     assert once["canaries"] == {"inserted": 2, "base": 2, "held_out": 2}
     plain = once["all_tokens"]
     half = {n: counts["inserted"] for n, counts in plain["discoverable"]["0.5"].items()}
@@ -119,16 +119,16 @@ def test_counts_stand_beside_their_controls():
     assert plain["discoverable"]["0.5"]["1000"] == {"inserted": 2, "base": 0, "held_out": 1}
     assert plain["median_attempts"]["inserted"] == 69
     assert plain["median_attempts"]["held_out"] == math.ceil(math.log(2) * math.exp(18) * (1 - 1e-12))
-    assert found["8"]["all_tokens"]["median_attempts"] == {"inserted": 1, "base": 2, "held_out": 693}
+    assert extraction["8"]["all_tokens"]["median_attempts"] == {"inserted": 1, "base": 2, "held_out": 693}
 
 
 def test_what_can_never_be_drawn_is_counted_and_is_no_infinity():
     table = make_table(*zip(*SECRETS, strict=True), tuned_top_k_log_prob=[[-np.inf, 0.0]] * 5)
-    found = sampled_extraction(table)
-    assert found["1"]["top_k"]["never"] == {"inserted": 2, "base": 0, "held_out": 2}
-    assert found["1"]["top_k"]["median_attempts"]["inserted"] is None
-    assert found["1"]["top_k"]["discoverable"]["0.1"]["10000"]["inserted"] == 0
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    extraction = sampled_extraction(table)
+    assert extraction["1"]["top_k"]["never"] == {"inserted": 2, "base": 0, "held_out": 2}
+    assert extraction["1"]["top_k"]["median_attempts"]["inserted"] is None
+    assert extraction["1"]["top_k"]["discoverable"]["0.1"]["10000"]["inserted"] == 0
+    assert json.loads(json.dumps(extraction, allow_nan=False)) == extraction
 
 
 def test_a_side_without_canaries_is_counted_as_empty():
@@ -138,8 +138,8 @@ def test_a_side_without_canaries_is_counted_as_empty():
 
 
 def test_the_order_of_rows_does_not_matter_and_the_grid_is_the_stated_one():
-    found = sampled_extraction(make_table(*zip(*SECRETS, strict=True)))
-    assert found == sampled_extraction(make_table(*zip(*SECRETS[::-1], strict=True)))
+    extraction = sampled_extraction(make_table(*zip(*SECRETS, strict=True)))
+    assert extraction == sampled_extraction(make_table(*zip(*SECRETS[::-1], strict=True)))
     for scheme in SCHEMES:
-        counts = found["1"][scheme]["discoverable"]
+        counts = extraction["1"][scheme]["discoverable"]
         assert (list(counts), list(counts["0.1"])) == (["0.1", "0.5", "0.9"], ["1", "10", "100", "1000", "10000"])

@@ -59,10 +59,10 @@ def examined(table: GradientTable) -> Any:
 def test_a_run_as_planned_is_measured_within_its_intervals() -> None:
     noise_covered, drawn = 0, []
     for seed in range(100):
-        found = examined(run(seed, 400))
-        assert found.noise is not None
-        noise_covered += found.noise_interval[0] <= NOISE <= found.noise_interval[1]
-        drawn.append((found.drawn - found.drawn_planned) / found.drawn_standard_error)
+        audit = examined(run(seed, 400))
+        assert audit.noise is not None
+        noise_covered += audit.noise_interval[0] <= NOISE <= audit.noise_interval[1]
+        drawn.append((audit.drawn - audit.drawn_planned) / audit.drawn_standard_error)
     assert noise_covered >= 89  # 95 expected; P < 1e-2
     assert stats.kstest(drawn, "norm").pvalue > 1e-3
 
@@ -99,8 +99,8 @@ def test_gradients_that_answer_to_earlier_noise_refute_nothing(amplified: float)
         for _ in range(STEPS):
             seen_TM.append(generator.normal(0, NOISE, 1000) + ((generator.random(1000) < RATE) & coins_M) + moved_M)
             moved_M = moved_M + amplified * seen_TM[-1]
-        found = examined(tabulate(seen_TM, coins_M, RATE, NOISE))
-        refuted += found.noise_refuted or found.drawn_refuted
+        audit = examined(tabulate(seen_TM, coins_M, RATE, NOISE))
+        refuted += audit.noise_refuted or audit.drawn_refuted
     assert refuted == 0
 
 
@@ -243,11 +243,11 @@ def test_the_score_is_the_likelihood_ratio_of_each_step() -> None:
 @pytest.mark.parametrize("coins", [[True] * 30, [False] * 30, [True], [True, False]])
 def test_too_few_of_a_side_measure_nothing_and_refute_nothing(coins: list[bool]) -> None:
     proj_TM = np.random.default_rng(2).normal(0, NOISE, (1, len(coins)))
-    found = examined(tabulate(proj_TM, coins, RATE, NOISE))
-    assert found.noise is None
-    assert not found.noise_refuted
-    assert not found.drawn_refuted
-    assert found.epsilon_lower_bound == 0 or all(coins)  # of 30 fair coins all say in once in a billion runs
+    audit = examined(tabulate(proj_TM, coins, RATE, NOISE))
+    assert audit.noise is None
+    assert not audit.noise_refuted
+    assert not audit.drawn_refuted
+    assert audit.epsilon_lower_bound == 0 or all(coins)  # of 30 fair coins all say in once in a billion runs
 
 
 def test_the_attack_is_seen_where_it_works_and_not_elsewhere() -> None:

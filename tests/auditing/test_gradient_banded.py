@@ -51,12 +51,12 @@ def test_a_run_as_planned_is_measured_within_its_intervals(missing: tuple[int, .
     noise_covered, drawn = 0, []
     for seed in range(100):
         table = run(seed, 400, missing=missing)
-        found = examined(table)
-        noise_covered += found.noise_interval[0] <= NOISE <= found.noise_interval[1]
-        drawn.append((found.drawn - found.drawn_planned) / found.drawn_standard_error)
+        audit = examined(table)
+        noise_covered += audit.noise_interval[0] <= NOISE <= audit.noise_interval[1]
+        drawn.append((audit.drawn - audit.drawn_planned) / audit.drawn_standard_error)
         assert table.steps == STEPS - len(missing)
-        assert not found.noise_refuted
-        assert not found.drawn_refuted
+        assert not audit.noise_refuted
+        assert not audit.drawn_refuted
     assert noise_covered >= 89  # 95 expected; P < 1e-2
     assert abs(np.mean(drawn)) < 0.4
     assert stats.kstest(np.array(drawn) - np.mean(drawn), "norm").pvalue > 1e-3

@@ -200,8 +200,8 @@ def test_independent_coins_carry_the_bound_with_and_without_references(monkeypat
     inside, outside = [row for row in rows if row.inserted], [row for row in rows if not row.inserted]
     ratio = report["attacks"]["ratio"]
     assert (ratio["positives"], ratio["negatives"]) == (len(inside), len(outside))
-    found = statistics.auc(attacks.ratio(inside), attacks.ratio(outside))
-    assert (ratio["auc"], ratio["auc_interval"]) == (found.value, [found.low, found.high])
+    area = statistics.auc(attacks.ratio(inside), attacks.ratio(outside))
+    assert (ratio["auc"], ratio["auc_interval"]) == (area.value, [area.low, area.high])
     exposure = report["exposure"]["1"]
     assert exposure["largest_possible"] == np.log2(references or len(outside))
     assert report["extraction"]["1"]["held_out"] == len(once) - len(inside)

@@ -206,7 +206,9 @@ def test_at_most_the_limit_is_drawn_at_random_and_always_the_same(models, monkey
     for _ in range(2):
         seen = scoring(monkeypatch)
         report = audit_members(models, *sides, "text", settings())
-        drawn.append([models.tokenizer.decode(one.input_ids, skip_special_tokens=True) for one in seen["sequences"]])
+        drawn.append(
+            [models.tokenizer.decode(sequence.input_ids, skip_special_tokens=True) for sequence in seen["sequences"]]
+        )
     assert (report["members"], report["non_members"]) == (60, 60)
     assert drawn[0] == drawn[1]
     places = [[row["text"] for (row,) in sides[0]].index(text) for text in drawn[0][:60]]

@@ -23,6 +23,7 @@ from dpllm.statement.audit_bounds import Claim
 
 TARGETS = ["q_proj", "v_proj"]
 SECRET = "Sigrid Forsberg owes 4711"
+COINS = {"coins": "independent"}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -150,22 +151,12 @@ def test_a_broken_configuration_is_refused(adapter, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"hidden_size": 32, "head_dim": 16}, "RuntimeError"),
-        ({"num_hidden_layers": 1}, "tensors are stored, but the model has"),
-        ({"num_hidden_layers": 3}, "tensors are stored, but the model has"),
-    ],
+    "changes",
+    [{"hidden_size": 32, "head_dim": 16}, {"num_hidden_layers": 1}, {"num_hidden_layers": 3}, {"family": "gpt2"}],
+    ids=["wider", "fewer layers", "more layers", "another architecture"],
 )
-def test_a_base_of_another_size_is_refused(adapter, tmp_path, changes, why):
+def test_a_base_of_another_shape_is_refused(adapter, tmp_path, changes):
     other = tiny.save_model(tmp_path / "other", **changes)
-    message = refusal(adapter, str(other))
-    assert "does not match the base model" in message
-    assert why in message
-
-
-def test_a_base_of_another_architecture_is_refused(adapter, tmp_path):
-    other = tiny.save_model(tmp_path / "other", "gpt2")
     assert "does not match the base model" in refusal(adapter, str(other))
 
 
@@ -257,16 +248,21 @@ def test_a_claim_is_an_epsilon_with_its_delta():
             outside_claim(epsilon, delta)
 
 
-def write_manifest(path, canaries, header=None):
-    lines = [header or {"coins": "independent"}, *canaries]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+CANARIES = [{"carrier": f"no. {n} is", "secret": f"{n:06d}", "inserted": n % 2 == 0} for n in range(60)]
+
+
+def write_manifest(path, *lines):
+    return tiny.write_rows(path, lines)
+
+
+def test_a_claim_without_coins_is_refused(adapter, tmp_path):
+    with pytest.raises(ConfigError, match="a claim cannot be tested"):
+        audit_outside(adapter, write_manifest(tmp_path / "m.jsonl", *CANARIES), claim=outside_claim(1.0, 1e-5))
 
 
 def test_canaries_that_the_model_cannot_read_are_refused_without_their_text(adapter, tmp_path):
-    made = [{"carrier": f"no. {n} is", "secret": f"{n:06d}", "inserted": n % 2 == 0} for n in range(60)]
     long = {"carrier": f"{SECRET} " * 40, "secret": "99", "inserted": True}
-    path = write_manifest(tmp_path / "m.jsonl", [*made, long])
+    path = write_manifest(tmp_path / "m.jsonl", COINS, *CANARIES, long)
     with pytest.raises(ConfigError, match="canary c00060") as caught:
         audit_outside(adapter, path)
     assert "Sigrid" not in str(caught.value)
@@ -283,28 +279,14 @@ def test_weights_that_are_not_numbers_give_no_report(adapter, tmp_path):
     path = copy(adapter, tmp_path / "nan")
     weights = load_file(path / "adapter_model.safetensors")
     save_file({name: w * float("nan") for name, w in weights.items()}, path / "adapter_model.safetensors")
-    made = [{"carrier": f"no. {n} is", "secret": f"{n:06d}", "inserted": n % 2 == 0} for n in range(60)]
     with pytest.raises(DpllmError, match="not finite"):
-        audit_outside(path, write_manifest(tmp_path / "m.jsonl", made))
+        audit_outside(path, write_manifest(tmp_path / "m.jsonl", COINS, *CANARIES))
 
 
 def test_a_report_says_what_was_audited_and_what_no_file_can_show(adapter, tmp_path):
-    made = [{"carrier": f"no. {n} is", "secret": f"{n:06d}", "inserted": n % 2 == 0} for n in range(60)]
-    report = audit_outside(adapter, write_manifest(tmp_path / "m.jsonl", made)).to_json()
+    report = audit_outside(adapter, write_manifest(tmp_path / "m.jsonl", COINS, *CANARIES)).to_json()
     weights = report["model"].pop("weights")
     assert list(weights) == ["adapter_config.json", "adapter_model.safetensors"]
     assert report["model"] == {"kind": "LORA adapter", "name": "adapter", "base": "tiny-base"}
     assert any("the base is the one" in line for line in report["assumed"])
     assert "no. 7 is" not in json.dumps(report, allow_nan=False)
-
-
-def test_a_claim_without_coins_is_refused(adapter, tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"carrier": f"no. {n} is", "secret": f"{n:06d}", "inserted": n % 2 == 0}) + "\n"
-            for n in range(60)
-        )
-    )
-    with pytest.raises(ConfigError, match="a claim cannot be tested"):
-        audit_outside(adapter, path, claim=outside_claim(1.0, 1e-5))

@@ -103,8 +103,8 @@ def test_a_label_audit_compares_each_group_with_its_own_other_answers() -> None:
             gain = noise + (0.0 if group == 1 else 10.0 * (coin - 0.5))
             rows.append(row(f"c{number:05d}", group, coin, gain, 0.0))
         settings = AuditConfig(canaries=CanaryConfig(groups={1: 200, 16: 200})).fixed()
-        found = summarise(tokens_of(rows), Claim(1.0, 0.0, "label"), settings, AuditContext(own_references=True))
-        above += found.attacks["ratio"].auc_interval[0] > 0.5  # type: ignore[index]
-        assert found.repeated["16"].attacks["ratio"].auc > 0.99  # type: ignore[operator]
-        assert found.exposure["1"].held_out_mean is None
+        summary = summarise(tokens_of(rows), Claim(1.0, 0.0, "label"), settings, AuditContext(own_references=True))
+        above += summary.attacks["ratio"].auc_interval[0] > 0.5  # type: ignore[index]
+        assert summary.repeated["16"].attacks["ratio"].auc > 0.99  # type: ignore[operator]
+        assert summary.exposure["1"].held_out_mean is None
     assert above <= 4  # of 20, at 1/40 each

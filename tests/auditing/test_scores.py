@@ -233,7 +233,7 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
         assert row.tuned_log_prob == pytest.approx(sum(naive(model, sequence, mask)[0]), abs=1e-3)
         assert row.base_log_prob == pytest.approx(sum(naive(base, sequence, mask)[0]), abs=1e-3)
         trained = sequence.loss_mask
-        (whole,) = (one for one in attacks.whole_rows(tokens) if one.canary_id == row.canary_id)
+        (whole,) = (whole_row for whole_row in attacks.whole_rows(tokens) if whole_row.canary_id == row.canary_id)
         assert sum(trained) > sum(mask)
         assert whole.tuned_log_prob == pytest.approx(sum(naive(model, sequence, trained)[0]), abs=1e-3)
         assert whole.base_log_prob == pytest.approx(sum(naive(base, sequence, trained)[0]), abs=1e-3)

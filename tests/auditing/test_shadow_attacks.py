@@ -29,8 +29,8 @@ def world(rng, *, lift, shadows=8, once=300, difficulty=2.0, noise=1.0, spread=0
 
 def areas(rows, shadows):
     coins = np.array([row.inserted for row in rows])
-    found = shadow_scores(rows, shadows)
-    return {name: statistics.auc(score[coins], score[~coins]) for name, score in found.items()}
+    attack_scores = shadow_scores(rows, shadows)
+    return {name: statistics.auc(score[coins], score[~coins]) for name, score in attack_scores.items()}
 
 
 # LiRA.
@@ -98,24 +98,24 @@ def test_candidates_without_shadows_of_a_kind_are_scored_on_the_scale_of_the_oth
     scores = rng.normal(size=coins.shape) + 2.0 * coins
     # Both are one standard deviation above the middle between in and out, and so worth lift / sigma = 2 nats.
     scores[:, 0], scores[:, 1] = 2.0, 0.0
-    found = lira(np.full(400, 2.0), scores, coins)
-    assert found[:2] == pytest.approx([2.0, 2.0], abs=0.25)
+    score_M = lira(np.full(400, 2.0), scores, coins)
+    assert score_M[:2] == pytest.approx([2.0, 2.0], abs=0.25)
 
 
 def test_with_shadows_of_one_kind_only_the_score_is_a_distance_from_them():
     rng = np.random.default_rng(4)
     shadows, target = rng.normal(5, 3, (40, 500)), rng.normal(5, 3, 500)
     for coins in (np.zeros((40, 500), bool), np.ones((40, 500), bool)):
-        found = lira(target, shadows, coins)
-        assert found == pytest.approx((target - shadows.mean(0)) / 3, abs=0.2)
+        score_M = lira(target, shadows, coins)
+        assert score_M == pytest.approx((target - shadows.mean(0)) / 3, abs=0.2)
 
 
 def test_shadows_that_all_agree_give_finite_scores():
     coins = np.array([[True, False], [False, True], [True, False], [False, True]])
     for shadows in (coins * 1.0, np.zeros((4, 2))):
-        found = lira([1.0, 0.0], shadows, coins)
-        assert np.isfinite(found).all()
-        assert found[0] > found[1]
+        score_M = lira([1.0, 0.0], shadows, coins)
+        assert np.isfinite(score_M).all()
+        assert score_M[0] > score_M[1]
     assert LIFT_FLOOR > 0
 
 
@@ -134,19 +134,19 @@ def test_shadows_beat_the_ratio_where_canaries_differ_in_difficulty(seed):
 def test_no_attack_reads_the_targets_coins():
     rng = np.random.default_rng(9)
     rows, shadows = world(rng, lift=2.0)
-    found = shadow_scores(rows, shadows)
+    attack_scores = shadow_scores(rows, shadows)
     shuffled = rng.permutation([row.inserted for row in rows])
     others = [replace(row, inserted=bool(coin)) for row, coin in zip(rows, shuffled, strict=True)]
     again = shadow_scores(others, shadows)
-    for name, scores in found.items():
+    for name, scores in attack_scores.items():
         assert scores.tobytes() == again[name].tobytes(), name
 
 
 def test_the_order_of_rows_does_not_matter():
     rows, shadows = world(np.random.default_rng(10), lift=2.0)
-    found = shadow_scores(rows, shadows)
+    attack_scores = shadow_scores(rows, shadows)
     again = shadow_scores(rows[::-1], shadows)
-    for name, scores in found.items():
+    for name, scores in attack_scores.items():
         assert again[name] == pytest.approx(scores[::-1], abs=1e-9), name
 
 
@@ -163,29 +163,29 @@ def one_canary(coins, scores):
 def test_the_bound_counts_target_and_shadows_and_is_that_of_many_runs():
     coins = [True, False] * 40
     scores = [1.0 * coin for coin in coins]
-    found = one_canary_bound(*one_canary(coins, scores), delta=1e-5, alpha=0.05)
+    bound = one_canary_bound(*one_canary(coins, scores), delta=1e-5, alpha=0.05)
     wanted = bounds.many_runs(
         [s for s, c in zip(scores, coins, strict=True) if c],
         [s for s, c in zip(scores, coins, strict=True) if not c],
         delta=1e-5,
         alpha=0.05,
     )
-    assert found["value"] == wanted.value > 1.0
-    assert found["value"] == pytest.approx(found["ceiling"])
-    assert (found["runs_with"], found["runs_without"]) == (40, 40)
-    assert "independent runs of one mechanism" in found["assumes"]
-    json.dumps(found, allow_nan=False)
+    assert bound["value"] == wanted.value > 1.0
+    assert bound["value"] == pytest.approx(bound["ceiling"])
+    assert (bound["runs_with"], bound["runs_without"]) == (40, 40)
+    assert "independent runs of one mechanism" in bound["assumes"]
+    json.dumps(bound, allow_nan=False)
 
 
 def test_the_canary_of_the_bound_is_fixed_in_advance():
     rows, shadows = world(np.random.default_rng(12), lift=3.0, shadows=12)
-    found = one_canary_bound(rows[::-1], shadows, delta=1e-5, alpha=0.05)
-    assert found["canary_id"] == "c00000"
+    bound = one_canary_bound(rows[::-1], shadows, delta=1e-5, alpha=0.05)
+    assert bound["canary_id"] == "c00000"
 
 
 def test_too_few_runs_of_a_kind_show_nothing():
     for coins in ([True, True, True, False], [False, False, False, False]):
-        found = one_canary_bound(*one_canary(coins, np.arange(4.0)), delta=1e-5, alpha=0.05)
-        assert (found["value"], found["ceiling"]) == (None, None)
-        assert "two runs" in found["reason"]
+        bound = one_canary_bound(*one_canary(coins, np.arange(4.0)), delta=1e-5, alpha=0.05)
+        assert (bound["value"], bound["ceiling"]) == (None, None)
+        assert "two runs" in bound["reason"]
     assert one_canary_bound([], one_canary([True], [0.0])[1], delta=1e-5, alpha=0.05)["reason"]

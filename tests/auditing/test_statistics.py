@@ -19,12 +19,6 @@ SIGNIFICANCE = 1e-8
 # Exposure.
 
 
-@pytest.mark.parametrize(("log_perplexity", "bits"), [(3.5, 2.0), (0, 4.0), (20, -0.08746284125034)])
-def test_exposure_matches_an_independent_implementation(log_perplexity, bits):
-    references = -np.arange(1.0, 17.0)
-    assert statistics.exposure([-log_perplexity], references)[0] == pytest.approx(bits, abs=1e-6)
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=30), st.integers(0, 20))
 def test_exposure_is_the_rank_with_ties_against_the_canary(references, score):
@@ -54,19 +48,19 @@ scores = st.lists(st.integers(0, 8).map(float), min_size=2, max_size=25)
 @given(scores, scores)
 def test_auc_and_its_variance_equal_the_definition(positives, negatives):
     wins = np.array([[(p > n) + (p == n) / 2 for n in negatives] for p in positives])
-    found = statistics.auc(positives, negatives)
-    assert found.value == pytest.approx(wins.mean())
-    assert 0 <= found.low <= found.value <= found.high <= 1
-    assert found.low < found.high
+    area = statistics.auc(positives, negatives)
+    assert area.value == pytest.approx(wins.mean())
+    assert 0 <= area.low <= area.value <= area.high <= 1
+    assert area.low < area.high
     of_p, of_n = wins.mean(1).var(ddof=1) / len(positives), wins.mean(0).var(ddof=1) / len(negatives)
     variance = of_p + of_n
-    if variance > 1e-12 and 0 < found.value < 1:
+    if variance > 1e-12 and 0 < area.value < 1:
         freedom = variance**2 / (of_p**2 / (len(positives) - 1) + of_n**2 / (len(negatives) - 1))
-        logit = math.log(found.value / (1 - found.value))
-        reach = stats.t.ppf(0.975, freedom) * math.sqrt(variance) / (found.value * (1 - found.value))
+        logit = math.log(area.value / (1 - area.value))
+        reach = stats.t.ppf(0.975, freedom) * math.sqrt(variance) / (area.value * (1 - area.value))
         low, high = special.expit([logit - reach, logit + reach])
-        assert found.low <= low + 1e-9
-        assert found.high >= high - 1e-9
+        assert area.low <= low + 1e-9
+        assert area.high >= high - 1e-9
 
 
 @settings(deadline=None)
@@ -124,19 +118,19 @@ def test_auc_intervals_are_not_much_wider_than_delongs(sizes, area, seed):
 
 
 def test_perfect_separation_is_not_presented_as_certainty():
-    found = statistics.auc(np.arange(10) + 100.0, np.arange(30))
-    assert (found.value, found.high) == (1.0, 1.0)
+    area = statistics.auc(np.arange(10) + 100.0, np.arange(30))
+    assert (area.value, area.high) == (1.0, 1.0)
     # Ten disjoint pairs, all in order: 0.025^(1/10), as Clopper and Pearson have it.
-    assert found.low == pytest.approx(stats.binomtest(10, 10).proportion_ci(0.95).low)
+    assert area.low == pytest.approx(stats.binomtest(10, 10).proportion_ci(0.95).low)
     worst = statistics.auc(np.arange(30), np.arange(10) + 100.0)
     assert (worst.low, worst.value) == (0.0, 0.0)
-    assert worst.high == pytest.approx(1 - found.low)
+    assert worst.high == pytest.approx(1 - area.low)
 
 
 @pytest.mark.parametrize(("positives", "negatives"), [([1.0] * 20, [1.0] * 20), ([2.0], [1.0, 3.0, 4.0, 1.5])])
 def test_no_variance_in_the_sample_gives_a_wide_interval(positives, negatives):
-    found = statistics.auc(positives, negatives)
-    assert found.high - found.low > 0.5
+    area = statistics.auc(positives, negatives)
+    assert area.high - area.low > 0.5
 
 
 def test_auc_of_one_side_alone_is_not_stated():
@@ -162,8 +156,8 @@ RATES = [(97, 486, 0.01), (97, 603, 0.01), (97, 103, 0.01), (103, 97, 0.1), (486
 def test_tpr_intervals_cover_the_truth(positives, negatives, fpr, shift, spread, seed, full):
     """The threshold is estimated too: intervals that take it for known cover in .4 to .9 of these cases."""
     interval = partial(statistics.tpr_at_fpr, fpr=fpr)
-    found = gaussian(interval, positives, negatives, shift, spread, 5000 if full else 300, seed, 5)
-    assert covers(found, stats.norm.sf((stats.norm.isf(fpr) - shift) / spread), 0.95)
+    intervals = gaussian(interval, positives, negatives, shift, spread, 5000 if full else 300, seed, 5)
+    assert covers(intervals, stats.norm.sf((stats.norm.isf(fpr) - shift) / spread), 0.95)
 
 
 @pytest.mark.parametrize(("positives", "negatives", "fpr"), RATES)
@@ -186,7 +180,7 @@ def test_tpr_intervals_cover_the_truth_where_the_curve_jumps_at_the_threshold(
 @given(st.integers(2, 3000), st.sampled_from([0.001, 0.01, 0.1, 0.5]), st.sampled_from([0.05, 0.001, 0.5]))
 def test_threshold_and_rate_share_the_error(negatives, fpr, miss):
     """Both ends of the interval fail with at most ``miss`` together, whatever lies between the two thresholds."""
-    few, many, miss_low, miss_high = statistics._around(negatives, fpr, miss)
+    few, many, miss_low, miss_high = statistics._threshold_ranks(negatives, fpr, miss)
     too_low, too_high = stats.binom.cdf(few, negatives, fpr), stats.binom.sf(many, negatives, fpr)
     assert -1 <= few <= fpr * negatives <= many + 1 <= negatives + 1
     low = too_low + miss_low if few >= 0 else 0  # a lower limit of 0 holds
@@ -200,14 +194,14 @@ def test_tpr_intervals_are_not_useless(positives, negatives, seed):
     shift, threshold = 2.0, stats.norm.isf(0.01)
     truth, slope = stats.norm.sf(threshold - shift), stats.norm.pdf(threshold - shift) / stats.norm.pdf(threshold)
     error = math.sqrt(truth * (1 - truth) / positives + slope**2 * 0.01 * 0.99 / negatives)
-    found = gaussian(statistics.tpr_at_fpr, positives, negatives, shift, 1.0, 400, seed, 7)
-    assert np.ptp(found, axis=1).mean() < 1.75 * 2 * stats.norm.ppf(0.975) * error
+    intervals = gaussian(statistics.tpr_at_fpr, positives, negatives, shift, 1.0, 400, seed, 7)
+    assert np.ptp(intervals, axis=1).mean() < 1.75 * 2 * stats.norm.ppf(0.975) * error
 
 
 def test_few_negatives_bound_a_tpr_from_above_only():
     """Of 103 scores one in three times none lies above the true threshold at 1 %, so it may be higher than all of them."""
-    found = statistics.tpr_at_fpr(np.full(97, 1e6), np.arange(103.0))
-    assert (found.low, found.value, found.high) == (0.0, 1.0, 1.0)
+    rate = statistics.tpr_at_fpr(np.full(97, 1e6), np.arange(103.0))
+    assert (rate.low, rate.value, rate.high) == (0.0, 1.0, 1.0)
     assert statistics.tpr_at_fpr(np.full(97, 1e6), np.arange(603.0)).low > 0.9
 
 
@@ -219,17 +213,17 @@ def test_few_negatives_bound_a_tpr_from_above_only():
     st.sampled_from([0.5, 0.95, 0.999]),
 )
 def test_a_tpr_lies_in_its_interval(positives, negatives, fpr, confidence):
-    found = statistics.tpr_at_fpr(positives, negatives, fpr, confidence)
-    if found is not None:
-        assert 0 <= found.low <= found.value <= found.high <= 1
+    rate = statistics.tpr_at_fpr(positives, negatives, fpr, confidence)
+    if rate is not None:
+        assert 0 <= rate.low <= rate.value <= rate.high <= 1
 
 
 @settings(deadline=None)
 @given(st.integers(100, 400), st.integers(0, 5))
 def test_no_more_than_one_percent_of_the_negatives_pass(count, spread):
     negatives = np.random.default_rng(count).integers(0, 10 * spread + 1, size=count).astype(float)
-    found = statistics.tpr_at_fpr(negatives, negatives)
-    assert found.value <= 0.01 + 1e-12
+    rate = statistics.tpr_at_fpr(negatives, negatives)
+    assert rate.value <= 0.01 + 1e-12
 
 
 def test_tpr_is_not_stated_from_too_few_negatives():

@@ -142,7 +142,8 @@ def test_carriers_whose_words_tell_the_coin_give_no_verdict(seed):
     rng = np.random.default_rng([seed, 11])
     plan = canaries.plan_canaries(CanaryConfig(groups={1: 200}, references=100), generator=random.Random(seed))
     told = [
-        replace(one, carrier=f"{one.carrier.split(' of ')[0]} is") if one.inserted else one for one in plan.canaries
+        replace(canary, carrier=f"{canary.carrier.split(' of ')[0]} is") if canary.inserted else canary
+        for canary in plan.canaries
     ]
     for planted, word in ((plan.canaries, "consistent"), (told, "inconclusive")):
         context = AuditContext(words=words_control(planted))
@@ -158,11 +159,6 @@ def test_a_repeated_group_refutes_what_the_claim_allows_for_it_and_no_less():
     said, reason = judge(Claim(0.1, 1e-6, "example"), bound(0.0), tests, 100, controls())
     assert said == "falsified"
     assert "planted 8 times, at confidence 0.975" in reason
-
-
-def test_a_canary_is_one_unit_where_the_unit_is_no_row():
-    assert Claim(1.0, 1e-5, "example").of(4).epsilon == 4.0
-    assert Claim(1.0, 1e-5, "patient_id").of(4).epsilon == 1.0
 
 
 def test_alpha_is_divided_among_the_groups_that_can_refute_anything():
@@ -186,8 +182,8 @@ def test_a_true_claim_is_falsified_no_more_often_than_alpha_by_all_groups_togeth
             answers = np.where(truthful, coins, ~coins) + rng.uniform(0, 0.1, size)
             named = enumerate(zip(coins, answers, strict=True))
             rows += [row(f"c{group}-{i}", group, bool(coin), answer, 0.0) for i, (coin, answer) in named]
-        found = summarised(rows, claim, **DEFAULT)
-        false += found["verdict"] == "falsified"
+        summary = summarised(rows, claim, **DEFAULT)
+        false += summary["verdict"] == "falsified"
     assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
 
 
@@ -203,8 +199,8 @@ def test_scores_of_whole_rows_falsify_a_true_claim_no_more_often_than_alpha(orde
         table = rows_of_tokens(
             rng, np.where(truthful, coins, ~coins), coins, noise=0.0 if order == "heavy ties" else 0.2
         )
-        found = summarised(table, claim, falling=[40, 120], falling_in=[30])
-        false += found["verdict"] == "falsified"
+        summary = summarised(table, claim, falling=[40, 120], falling_in=[30])
+        false += summary["verdict"] == "falsified"
     assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
 
 
@@ -311,8 +307,8 @@ def checked(folder, report):
     block = read_json(folder / "privacy.json")
     block["audit"] = audit.to_json()
     block["plan"]["audit"] = audit.settings.to_json()  # as if fixed before training
-    found = opened(folder, block, hashes=dict(report["weights"]))
-    return {check.name: check.status for check in check_audits.check(found)}
+    release = opened(folder, block, hashes=dict(report["weights"]))
+    return {check.name: check.status for check in check_audits.check(release)}
 
 
 def test_a_bound_by_falling_weights_is_computed_again(tmp_path):

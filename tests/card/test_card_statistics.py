@@ -108,8 +108,8 @@ def test_the_file_is_kept_beside_the_run_for_the_next_card(tmp_path: Path) -> No
 
 
 def verified(block: Json) -> dict[str, str]:
-    found = opened(Path("none"), block)
-    return {check.name: check.status for check in check_released.statistics(found)}
+    release = opened(Path("none"), block)
+    return {check.name: check.status for check in check_released.statistics(release)}
 
 
 def forged(block: Json, **changes: Any) -> Json:
@@ -155,7 +155,7 @@ def test_clusters_have_a_card_of_their_own() -> None:
 @pytest.mark.parametrize(("delta", "good"), [(0.9, False), (1 / 640, False), (1 / 641, True)])
 def test_a_delta_of_one_in_n_or_more_fails(delta: float, good: bool) -> None:
     """N is 888 with 248 slots of canaries, which statistics do not have."""
-    alone = epsilon(compose([read(one["event"]) for one in described()["releases"]]), delta, "zero_out")
+    alone = epsilon(compose([read(release["event"]) for release in described()["releases"]]), delta, "zero_out")
     block = json.loads(json.dumps(render_card(config(), plan(), record(), audit(), statistics=described())[1]))
     block = forged(block, delta=delta, epsilon=alone)
     if good:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cards import steady
+from cards import assert_golden
 from published import failing
 from written_rows import COST, ROWS, SHARES, make_data_set, make_run, record, released
 
@@ -38,10 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_datasets_loads_exactly_the_rows_as_text(folder: Path, tmp_path: Path) -> None:
     from datasets import load_dataset
 
-    found = load_dataset(str(folder), cache_dir=str(tmp_path))
-    assert list(found) == ["train"]
-    assert found["train"].to_list() == ROWS
-    assert found["train"].column_names == ["visit", "text"]
+    dataset = load_dataset(str(folder), cache_dir=str(tmp_path))
+    assert list(dataset) == ["train"]
+    assert dataset["train"].to_list() == ROWS
+    assert dataset["train"].column_names == ["visit", "text"]
 
 
 def test_epsilon_is_of_model_and_statistics_together(folder: Path) -> None:
@@ -156,12 +156,7 @@ def test_a_key_for_what_is_never_signed_is_refused(folder: Path, capsys: pytest.
 
 
 def test_the_marked_part_is_as_it_was(folder: Path) -> None:
-    """A change that is meant: delete the golden file, run twice, and read the difference."""
-    text = section.parts(page(folder), synthetic.PARTS)["synthetic"] + "\n"
-    if not GOLDEN.exists():
-        GOLDEN.write_text(text, encoding="utf-8")
-        pytest.fail(f"wrote {GOLDEN}: read it, and run this test again")
-    assert steady(text) == steady(GOLDEN.read_text("utf-8"))
+    assert_golden(section.parts(page(folder), synthetic.PARTS)["synthetic"] + "\n", GOLDEN)
 
 
 def test_rows_are_not_quoted(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import steady
+from cards import assert_golden
 from written_rows import COST, ROWS, released
 from written_texts import EVENT, inferred, make_texts, stated, write_texts
 
@@ -40,9 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_datasets_loads_exactly_the_rows_as_text(folder: Path, tmp_path: Path) -> None:
     from datasets import load_dataset
 
-    found = load_dataset(str(folder), cache_dir=str(tmp_path))
-    assert list(found) == ["train"]
-    assert found["train"].to_list() == ROWS
+    dataset = load_dataset(str(folder), cache_dir=str(tmp_path))
+    assert list(dataset) == ["train"]
+    assert dataset["train"].to_list() == ROWS
 
 
 def test_epsilon_is_of_texts_and_statistics_together_everywhere(folder: Path) -> None:
@@ -135,12 +135,12 @@ def test_text_of_a_stranger_does_not_break_the_page(folder: Path, field: str, te
 
 def test_hostile_text_in_all_fields_still_verifies(tmp_path: Path) -> None:
     text = HOSTILE[1]
-    found = verify(
+    verification = verify(
         make_texts(
             tmp_path / "a", prompt=text, dataset=text, software={text: text}, hardware={text: [text]}, dropped={text: 3}
         )
     )
-    assert [check for check in found.checks if check.status == "failed"] == []
+    assert [check for check in verification.checks if check.status == "failed"] == []
 
 
 def test_a_marker_in_a_text_is_refused(tmp_path: Path) -> None:
@@ -176,12 +176,7 @@ def test_a_record_takes_events_and_json_alike() -> None:
 
 
 def test_the_marked_part_is_as_it_was(folder: Path) -> None:
-    """A change that is meant: delete the golden file, run twice, and read the difference."""
-    text = section.parts(page(folder), inference.PARTS)["inference"] + "\n"
-    if not GOLDEN.exists():
-        GOLDEN.write_text(text, encoding="utf-8")
-        pytest.fail(f"wrote {GOLDEN}: read it, and run this test again")
-    assert steady(text) == steady(GOLDEN.read_text("utf-8"))
+    assert_golden(section.parts(page(folder), inference.PARTS)["inference"] + "\n", GOLDEN)
 
 
 def test_rows_are_not_quoted(folder: Path) -> None:

@@ -148,11 +148,11 @@ def test_a_late_budget_sets_aside_what_was_imported(ledger: Ledger):
     budgets.import_run(ledger, "notes", event=ELSEWHERE, run="x", **TERMS, **WHO)
     with pytest.raises(Refused, match="leaves no room"):
         budgets.set_budget(ledger, "notes", budget(8.0, delta=1e-6))
-    found = budgets.set_budget(ledger, "notes", budget(8.0))
-    assert found.import_delta == 1e-6
-    assert admission.filter_allowance(found) == renyi.allowance(8.0, DELTA - 1e-6, found.order)
+    fixed_budget = budgets.set_budget(ledger, "notes", budget(8.0))
+    assert fixed_budget.import_delta == 1e-6
+    assert admission.filter_allowance(fixed_budget) == renyi.allowance(8.0, DELTA - 1e-6, fixed_budget.order)
     reserve(ledger)
-    assert budgets.set_budget(ledger, "notes", budget(8.0)) == found
+    assert budgets.set_budget(ledger, "notes", budget(8.0)) == fixed_budget
 
 
 def test_what_no_renyi_divergence_bounds_leaves_a_late_budget_nothing(ledger: Ledger):

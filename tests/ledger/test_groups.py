@@ -56,8 +56,8 @@ def test_each_run_has_its_place_and_the_group_its_total(ledger: Ledger, limited:
     assert {claim.group for claim in claims} == {"tuning-1"}
     assert [run.reservation for run in ledger.account("notes").groups()["tuning-1"]] == claims
     assert ledger.spent("notes", DELTA) == pytest.approx(cost(*EVENTS))
-    found = group_total(ledger.account("notes"), "tuning-1")
-    assert found == {"name": "tuning-1", "runs": 3, "epsilon": pytest.approx(cost(*EVENTS)), "delta": DELTA}
+    total = group_total(ledger.account("notes"), "tuning-1")
+    assert total == {"name": "tuning-1", "runs": 3, "epsilon": pytest.approx(cost(*EVENTS)), "delta": DELTA}
     assert ledger.verify() == []
     assert verify_export(ledger.chain.export()) == []
     assert any("Tuning group tuning-1: 3 runs fixed together, 0 completed" in line for line in totals(ledger, "notes"))
@@ -87,13 +87,6 @@ def test_a_group_is_fixed_once(ledger: Ledger):
     reserve_group(ledger, wanted(2))
     with pytest.raises(ConfigError, match="has its runs already"):
         reserve_group(ledger, wanted()[2:])
-
-
-def test_other_units_refuse_the_whole_group(ledger: Ledger):
-    reserve(ledger, "notes")
-    with pytest.raises(Refused, match="accounted per"):
-        reserve_group(ledger, [replace(one, unit="visit") for one in wanted()])
-    assert len(ledger.account("notes").runs) == 1
 
 
 def test_a_run_takes_its_place_once_and_for_itself_alone(ledger: Ledger):

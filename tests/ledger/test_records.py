@@ -168,8 +168,8 @@ with open_ledger(location) as ledger:
         assert error.reason in ("renamed", "overlap"), error
 """
     place.open().close()
-    said = outputs([start(place, code, name, skip) for name, skip in (("one", 0), ("two", 0), ("three", 1000))])
-    assert sum("reserved" in out for out in said) == 1
+    printed = outputs([start(place, code, name, skip) for name, skip in (("one", 0), ("two", 0), ("three", 1000))])
+    assert sum("reserved" in out for out in printed) == 1
     with place.open() as ledger:
         assert len(ledger.datasets()) == 1
         assert ledger.verify() == []
@@ -229,9 +229,9 @@ def test_reading_once_gives_what_all_texts_at_once_gave(rows):
 
 def test_a_known_dataset_keeps_its_fingerprint():
     rows = [{"prompt": f"question {number}", "completion": f"answer {number % 3}"} for number in range(20)]
-    found = fingerprint(rows, ["prompt", "completion"], KEY)
-    assert found.digest == "9c8548944177e2b83d77c1d61d25d146eb12beb1e7a03f676c6e565c02efc6f5"
-    assert hashlib.blake2b(found.hashes, digest_size=8).hexdigest() == "4687fbd448c176f2"
+    records = fingerprint(rows, ["prompt", "completion"], KEY)
+    assert records.digest == "9c8548944177e2b83d77c1d61d25d146eb12beb1e7a03f676c6e565c02efc6f5"
+    assert hashlib.blake2b(records.hashes, digest_size=8).hexdigest() == "4687fbd448c176f2"
 
 
 def test_rows_are_read_once():

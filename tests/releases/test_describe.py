@@ -12,10 +12,11 @@ import pytest
 import tiny
 from dp_accounting.pld import common
 from dp_accounting.pld import privacy_loss_distribution as pld
+from released_folders import entries, ledger, write
 
 from dpllm.cli import main
 from dpllm.files import alone
-from dpllm.ledger import Budget, Ledger, RunRequest, budgets, open_ledger
+from dpllm.ledger import Budget, RunRequest, budgets
 from dpllm.ledger.budgets import reserve_all
 from dpllm.privacy import privacy_loss, releases
 from dpllm.privacy.accounting import dp_sgd_event
@@ -53,20 +54,6 @@ def say(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     return typed
 
 
-def write(found: list[Json]) -> None:
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
-
-
-def ledger() -> Ledger:
-    opened = open_ledger("l.sqlite")
-    assert opened is not None
-    return opened
-
-
-def entries() -> int:
-    return len(ledger().history())
-
-
 def released(name: str = "describe.json") -> Statistics:
     return Statistics.pick(json.loads(Path(name).read_text()))
 
@@ -74,8 +61,8 @@ def released(name: str = "describe.json") -> Statistics:
 def direct(epsilons: list[float], delta: float, run: Any = None) -> float:
     """Epsilon of pure releases, and a run, by dp-accounting's public functions alone."""
     whole = pld.identity(1e-4)
-    for one in epsilons:
-        whole = whole.compose(pld.from_privacy_parameters(common.DifferentialPrivacyParameters(one, 0.0), 1e-4))
+    for epsilon in epsilons:
+        whole = whole.compose(pld.from_privacy_parameters(common.DifferentialPrivacyParameters(epsilon, 0.0), 1e-4))
     return float((whole.compose(run) if run else whole).get_epsilon_for_delta(delta))
 
 
@@ -84,10 +71,10 @@ def test_each_release_is_an_entry_and_the_ledger_composes_them_with_training(say
     found, book = released(), ledger()
     assert len(found.releases) == RELEASES
     runs = book.runs("notes")
-    assert [run.reservation.entry for run in runs] == [one.entry for one in found.releases]
-    assert [run.event for run in runs] == [one.event for one in found.releases]
+    assert [run.reservation.entry for run in runs] == [release.entry for release in found.releases]
+    assert [run.event for run in runs] == [release.event for release in found.releases]
     assert {(run.state, run.steps, run.reservation.num_steps) for run in runs} == {("completed", 1, 1)}
-    parts = [one.event.epsilon for one in found.releases]
+    parts = [release.event.epsilon for release in found.releases]
     assert parts == pytest.approx([0.25, 0.25, 0.25, 0.125, 0.125], abs=1e-3)
     assert book.spent("notes", 1e-6) == pytest.approx(direct(parts, 1e-6), rel=1e-9)
     assert found.epsilon == pytest.approx(direct(parts, found.delta), rel=1e-9)
@@ -106,7 +93,7 @@ def test_a_statistic_asked_twice_costs_twice(say: Callable[..., Any]) -> None:
     assert say("--units", "--output", "again.json", epsilon=0.5)[0] == 0
     assert ledger().spent("notes", 1e-9) == pytest.approx(direct([0.5, 0.5], 1e-9)) == pytest.approx(2 * once, rel=1e-3)
     assert say("--units", "--units", "--output", "both.json", epsilon=0.5)[0] == 0
-    assert [one.event.epsilon for one in released("both.json").releases] == [0.25, 0.25]
+    assert [release.event.epsilon for release in released("both.json").releases] == [0.25, 0.25]
     code, _, error = say("--units", "--output", "both.json")
     assert (code, len(ledger().runs("notes"))) == (2, 4)
     assert "both.json: holds an earlier release" in error
@@ -306,10 +293,10 @@ def test_a_dry_run_shows_costs_and_spends_nothing(say: Callable[..., Any]) -> No
     assert not Path("l.sqlite").exists()
     assert not Path("describe.json").exists()
     offered = Statistics.pick(json.loads(say(*ASKED, "--dry-run", "--json")[1]))
-    assert {(one.value, one.entry) for one in offered.releases} == {(None, None)}
+    assert {(release.value, release.entry) for release in offered.releases} == {(None, None)}
     assert say(*ASKED)[0] == 0
-    kept = [{**one.to_json(), "value": None, "entry": None} for one in released().releases]
-    assert kept == [one.to_json() for one in offered.releases]
+    kept = [{**release.to_json(), "value": None, "entry": None} for release in released().releases]
+    assert kept == [release.to_json() for release in offered.releases]
 
 
 def test_no_exact_value_reaches_any_public_byte(say: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +362,7 @@ def test_a_recipe_gives_data_unit_and_ledger(say: Callable[..., Any]) -> None:
         "train: {steps: 1}\noutput_dir: run\n"
     )
     assert main(["describe", "recipe.yaml", "--epsilon", "1", "--lengths", "4,8,16,512", "--at", ".5"]) == 0
-    found = released()
-    assert (found.dataset, found.unit, found.max_examples_per_unit) == ("notes", "who", 2)
-    assert set(found.releases[0].value or {}) == {"0.5"}
+    statistics = released()
+    assert (statistics.dataset, statistics.unit, statistics.max_examples_per_unit) == ("notes", "who", 2)
+    assert set(statistics.releases[0].value or {}) == {"0.5"}
     assert len(ledger().runs("notes")) == 1

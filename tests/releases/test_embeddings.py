@@ -55,14 +55,6 @@ def test_a_release_is_charged_round_by_round_and_verifies(
     assert "holds an earlier release" in error
 
 
-def test_a_recipe_gives_data_and_encoder(say: Say) -> None:
-    Path("own.yaml").write_text(
-        "model: {name_or_path: builtin:tiny}\ndata: {train: rows.jsonl}\ntrain: {steps: 1}\noutput_dir: r\n",
-    )
-    words = ["own.yaml", "--epsilon", "20", *CLUSTERS, "--ledger", "l.sqlite", "--data.max_length", "16"]
-    assert main(["describe", *words]) == 0
-
-
 def test_a_crash_in_the_second_round_stays_charged_and_is_not_drawn_again(
     say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:

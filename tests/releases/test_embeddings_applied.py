@@ -8,6 +8,8 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,9 @@ from dpllm.statement.released import Statistics
 from dpllm.text import builtin
 
 
-def test_a_classifier_tells_labels_apart_and_classifies_a_file(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
-    assert say(*PREDICT)[0] == 0
+def test_a_classifier_tells_labels_apart_and_classifies_a_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(
         [{"text": "pain in the chest, worse"}, {"text": "  "}, {"text": "a letter is asked for"}, {"text": ""}],
         "new.jsonl",
@@ -41,10 +44,6 @@ def test_a_classifier_tells_labels_apart_and_classifies_a_file(say: Say, capsys:
     assert (code, capsys.readouterr().err.count("\n")) == (2, 1)
 
 
-def test_evaluation_rows_of_the_recipe_are_not_read(say: Say) -> None:
-    assert say(*PREDICT, "--data.eval", "nowhere.jsonl")[0] == 0
-
-
 def test_a_sentence_encoder_releases_and_classifies(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     path = sentence_encoders.save(Path("sentences"), pooling="mean_tokens", normalize="")
     write([{**row, "text": row["text"].replace("a letter for", "visit, letter")} for row in rows()])
@@ -54,6 +53,10 @@ def test_a_sentence_encoder_releases_and_classifies(say: Say, capsys: pytest.Cap
     write([{"text": "pain, chest, worse, meals"}, {"text": "visit letter employer, asked"}, {"text": ""}], "new.jsonl")
     assert main(["classify", "classifier", "new.jsonl", "--model", str(path)]) == 0
     assert [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()] == ["yes", "no", None]
+    assert "`dpllm classify FOLDER FILE --model DIR`" in Path("classifier/README.md").read_text("utf-8")
+    path = path.rename("elsewhere")
+    assert main(["classify", "classifier", "new.jsonl"]) == 2
+    assert "type --model DIR" in capsys.readouterr().err
     (path / "modules.json").write_text((path / "modules.json").read_text().replace("1_Pooling", "2_Normalize"))
     assert main(["classify", "classifier", "new.jsonl", "--model", str(path)]) == 2
 
@@ -177,26 +180,42 @@ def test_verify_of_a_folder_loads_no_torch(folder: Path) -> None:
     assert done.stdout.splitlines()[-1] == "0 False"
 
 
-def test_another_encoder_classifies_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def change_weights(encoder: Path) -> None:
+    tensors = safetensors.numpy.load((encoder / "model.safetensors").read_bytes())
+    next(tensor for tensor in tensors.values() if tensor.ndim == 1)[0] += 1e-3
+    (encoder / "model.safetensors").write_bytes(safetensors.numpy.save(tensors, {"format": "pt"}))
+
+
+def change_merges(encoder: Path) -> None:
+    tokenizer = json.loads((encoder / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-1]
+    (encoder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def configure(encoder: Path, **changes: Any) -> None:
+    config = json.loads((encoder / "config.json").read_text())
+    (encoder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], int]] = {
+    "none": (lambda _: None, 0),
+    "version of transformers": (partial(configure, transformers_version="1.0"), 0),
+    "weights": (change_weights, 2),
+    "vocabulary": (change_merges, 2),
+    "a number of the configuration": (partial(configure, rms_norm_eps=0.5), 2),
+    "activation": (partial(configure, hidden_act="relu"), 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_only_the_encoder_of_the_release_classifies(folder: Path, change: str) -> None:
+    apply, exit_code = CHANGES[change]
+    apply(Path(shutil.copytree(builtin.path("builtin:tiny"), "encoder")))
+    assert main(["classify", str(folder), "rows.jsonl", "--model", "encoder"]) == exit_code
+
+
+def test_an_encoder_of_another_size_classifies_nothing(folder: Path, tmp_path: Path) -> None:
     assert main(["classify", str(folder), "rows.jsonl", "--model", str(tiny.save_model(tmp_path / "tiny"))]) == 2
-    assert "has other weights" in capsys.readouterr().err
-    shutil.copytree(builtin.path("builtin:tiny"), "tuned")
-    capsys.readouterr()
-    assert main(["classify", str(folder), "rows.jsonl", "--model", "tuned"]) == 0, "the same elsewhere"
-    for changed in ("weights", "words"):
-        shutil.copytree(builtin.path("builtin:tiny"), "tuned", dirs_exist_ok=True)
-        if changed == "weights":
-            path = Path("tuned/model.safetensors")
-            tensors = safetensors.numpy.load(path.read_bytes())
-            next(one for one in tensors.values() if one.ndim == 1)[0] += 1e-3
-            path.write_bytes(safetensors.numpy.save(tensors, {"format": "pt"}))
-        else:
-            path = Path("tuned/tokenizer.json")
-            words = json.loads(path.read_text())
-            words["model"]["merges"] = words["model"]["merges"][:-1]
-            path.write_text(json.dumps(words))
-        assert main(["classify", str(folder), "rows.jsonl", "--model", "tuned"]) == 2, changed
-        assert "has other weights, configuration or vocabulary" in capsys.readouterr().err
 
 
 def test_a_folder_whose_labels_were_edited_is_applied_to_nothing(
@@ -210,22 +229,10 @@ def test_a_folder_whose_labels_were_edited_is_applied_to_nothing(
     assert ("not as it was released" in error, error.count("\n")) == (True, 1)
 
 
-def test_what_a_recipe_says_of_precision_changes_no_vector(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever classifies does not know the recipe."""
-    assert say(*PREDICT, "--model.dtype", "bfloat16")[0] == 0
+def test_precision_and_evaluation_rows_of_a_recipe_change_no_vector(say: Say) -> None:
+    """Whoever classifies does not know the recipe; evaluation rows are not read."""
+    assert say(*PREDICT, "--model.dtype", "bfloat16", "--data.eval", "nowhere.jsonl")[0] == 0
     assert main(["classify", "classifier", "rows.jsonl"]) == 0
-
-
-def test_an_encoder_with_another_configuration_classifies_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(builtin.path("builtin:tiny"), "tuned")
-    for name, value in (("rms_norm_eps", 0.5), ("hidden_act", "relu"), ("transformers_version", "1.0")):
-        config = json.loads((builtin.path("builtin:tiny") / "config.json").read_text())
-        Path("tuned/config.json").write_text(json.dumps({**config, name: value}))
-        assert main(["classify", str(folder), "rows.jsonl", "--model", "tuned"]) == (0 if "version" in name else 2), (
-            name
-        )
 
 
 def test_an_encoder_without_its_tokenizer_is_refused_before_anything_is_paid(say: Say, tmp_path: Path) -> None:

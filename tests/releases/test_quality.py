@@ -220,7 +220,7 @@ def test_private_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     assert (run.private / quality.FOLDER / "quality.json").stat().st_mode & 0o077 == 0
     text = (run.private / quality.FOLDER / "quality.json").read_text()
     assert TRAIN[0]["text"] not in text
-    assert not any(one.secret in text for one in canaries.load(run.canaries).canaries)
+    assert not any(canary.secret in text for canary in canaries.load(run.canaries).canaries)
 
 
 @pytest.mark.parametrize("public", [False, True])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from cards import (
+    EPSILON,
     Json,
     above,
     audit,
@@ -110,6 +111,8 @@ STATES = {
         (
             "none; the guarantee does not rest on an audit",
             "ε = 4.25 at δ = 1e-05 for all runs on this dataset",
+            f"| ε in full | {EPSILON!r} |",
+            "N = 888 units, public",
             "if all were fixed in advance. No budget is set: the dataset is charged without limit.",
         )
     ),
@@ -121,7 +124,13 @@ STATES = {
         first=ONE_ROW,
     ),
     "example sampling": State(
-        ("Rows are drawn and clipped one by one", "64 rows expected"),
+        (
+            "Rows are drawn and clipped one by one",
+            "N = 888 rows, public",
+            "the gradient of each row is clipped",
+            "64 rows expected",
+            "mixture of Gaussians",
+        ),
         config(data={"sampling": "example"}),
         plan(sampling="example"),
     ),

@@ -107,14 +107,14 @@ def test_without_a_block_there_is_no_lineage() -> None:
 
 def test_the_same_dataset_is_composed_by_pld_at_the_delta_of_the_run() -> None:
     made = plan(sigma=1.5, steps=30)
-    found = settle(base(), plan=made)
+    record = settle(base(), plan=made)
     both = accounting.epsilon(accounting.compose([plan().event, made.event]), DELTA, "zero_out")
     accountant = f"dp-accounting PLD {accounting.versions()['version']}"
-    assert found.composed == ComposedLineage(epsilon=both, delta=DELTA, accountant=accountant)
+    assert record.composed == ComposedLineage(epsilon=both, delta=DELTA, accountant=accountant)
     assert max(made.epsilon, plan().epsilon) < both < made.epsilon + plan().epsilon
-    assert (found.same_dataset, found.dataset, found.reason) == (True, "notes", None)
-    assert lineage.why_not(found) is None
-    assert lineage.deviations(found) == []
+    assert (record.same_dataset, record.dataset, record.reason) == (True, "notes", None)
+    assert lineage.why_not(record) is None
+    assert lineage.deviations(record) == []
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)
@@ -123,19 +123,19 @@ def test_each_generation_on_the_same_data_costs_more(generations: list[float]) -
     """Two ancestors with the same noise count twice: nothing is composed once that was spent twice."""
     own = plan()
     parents = [statement(event=plan(sigma).event, epsilon=plan(sigma).epsilon) for sigma in generations]
-    found = settle(Base(parents[0], tuple(parents[1:])))
+    record = settle(Base(parents[0], tuple(parents[1:])))
     shorter = settle(Base(parents[0], tuple(parents[1:-1]))).composed.epsilon
-    total = found.composed.epsilon
+    total = record.composed.epsilon
     assert own.epsilon < total <= own.epsilon + sum(parent.epsilon for parent in parents) + 1e-3
     assert total > shorter or len(parents) == 1
 
 
 def test_three_generations_compose_over_those_on_the_same_data_only() -> None:
     grandparent, stranger = statement(name="first"), statement(name="other", dataset="letters")
-    found = settle(base(stranger, grandparent))
+    record = settle(base(stranger, grandparent))
     expected = accounting.epsilon(accounting.compose([plan().event] * 3), DELTA, "zero_out")
-    assert found.composed.epsilon == expected
-    assert [parent.name for parent in (found.base, *found.ancestors)] == ["parent", "other", "first"]
+    assert record.composed.epsilon == expected
+    assert [parent.name for parent in (record.base, *record.ancestors)] == ["parent", "other", "first"]
     through = settle(base(grandparent, dataset="letters"))
     assert through.same_dataset
     assert through.composed.epsilon == settle(base()).composed.epsilon
@@ -154,19 +154,19 @@ UNCOMPOSED: dict[str, tuple[Base, Json]] = {
 @pytest.mark.parametrize("reason", UNCOMPOSED)
 def test_what_cannot_be_composed_says_why(reason: str) -> None:
     parent, privacy = UNCOMPOSED[reason]
-    found = settle(parent, recipe(privacy=privacy))
+    record = settle(parent, recipe(privacy=privacy))
     same = reason != "different datasets"
-    assert (found.composed, found.same_dataset, found.dataset) == (None, same, "notes" if same else None)
-    assert reason in found.reason
+    assert (record.composed, record.same_dataset, record.dataset) == (None, same, "notes" if same else None)
+    assert reason in record.reason
 
 
 # A base without a guarantee
 
 
 def test_a_base_without_a_guarantee_on_other_data_is_named_and_taints_nothing_else() -> None:
-    found = settle(Base(unprotected(dataset="letters"), ()))
-    assert lineage.why_not(found) is None
-    (note,) = lineage.deviations(found)
+    record = settle(Base(unprotected(dataset="letters"), ()))
+    assert lineage.why_not(record) is None
+    (note,) = lineage.deviations(record)
     assert "parent, from which this model was made, states no differential privacy guarantee" in note
     assert "about this run's own training data, and only as far as they are not among those" in note
 
@@ -175,10 +175,10 @@ def test_a_base_without_a_guarantee_on_other_data_is_named_and_taints_nothing_el
 def test_no_guarantee_for_data_that_an_unprotected_base_was_trained_on(place: str) -> None:
     bad = unprotected(name="leaky")
     parent = Base(bad, ()) if place == "base" else base(bad, dataset="letters")
-    found = settle(parent)
-    assert found.composed is None
-    assert "no guarantee" in found.reason
-    why = lineage.why_not(found)
+    record = settle(parent)
+    assert record.composed is None
+    assert "no guarantee" in record.reason
+    why = lineage.why_not(record)
     assert why is not None
     assert "leaky" in why
     assert "without a guarantee" in why
@@ -189,9 +189,9 @@ def test_no_guarantee_for_data_that_an_unprotected_base_was_trained_on(place: st
 
 def test_without_privacy_nothing_is_promised_together() -> None:
     off = recipe(privacy={"enabled": False}, data={"public": True})
-    found = settle(base(), off, plan=None)
-    assert (found.same_dataset, found.composed) == (True, None)
-    assert "this run gives no guarantee" in found.reason
+    record = settle(base(), off, plan=None)
+    assert (record.same_dataset, record.composed) == (True, None)
+    assert "this run gives no guarantee" in record.reason
 
 
 def test_it_does_not_matter_which_ledger_holds_the_runs_before(book: Ledger, tmp_path: Path) -> None:
@@ -204,9 +204,9 @@ def test_it_does_not_matter_which_ledger_holds_the_runs_before(book: Ledger, tmp
 
 def test_derived_data_are_their_parents(book: Ledger) -> None:
     entry = reserve(book)
-    found = settle(base(entry=entry), dataset="notes-2027", derived_from="notes", book=book)
-    assert found.dataset == "notes"
-    assert found.composed
+    record = settle(base(entry=entry), dataset="notes-2027", derived_from="notes", book=book)
+    assert record.dataset == "notes"
+    assert record.composed
     assert settle(base(), dataset="notes-2027", derived_from="notes").same_dataset
 
 

@@ -128,8 +128,8 @@ def test_a_value_of_another_type_is_a_problem(block: Json) -> None:
     ],
 )
 def test_what_no_card_may_say_is_a_problem(block: Json, change: Json, place: str) -> None:
-    found = problems({**block, **change})
-    assert any(line.startswith(place) for line in found), found
+    problem_list = problems({**block, **change})
+    assert any(line.startswith(place) for line in problem_list), problem_list
     with pytest.raises(ConfigError, match="schema"):
         privacy_record.read({**block, **change})
 
@@ -144,9 +144,9 @@ def test_terms_without_a_guarantee_stand_under_attempted_alone(block: Json) -> N
 
 def test_a_stranger_s_value_is_a_problem_and_no_traceback() -> None:
     for value in (None, 3, "text", [], {}, {"guarantee": None}, {"guarantee": True}, {"files": "x" * 10_000}):
-        found = problems(value)
-        assert found
-        assert all(len(line) < 300 for line in found)
+        problem_list = problems(value)
+        assert problem_list
+        assert all(len(line) < 300 for line in problem_list)
 
 
 def test_the_documentation_maps_items_to_fields_that_exist() -> None:

@@ -100,9 +100,9 @@ from dpllm.card.card import render
 from dpllm.statement import privacy_record
 print(render(privacy_record.read(json.load(sys.stdin)))["banner"])
 """
-    found = subprocess.run([sys.executable, "-c", code], input=json.dumps(block), capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == rendered(block)["banner"]
+    process = subprocess.run([sys.executable, "-c", code], input=json.dumps(block), capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == rendered(block)["banner"]
 
 
 HOSTILE = "x` ![ε = 0.1](https://evil/x.svg) ` **A** \u202e\u200b <img src=x> [a](https://evil) &#8238; | c\n# b"

@@ -114,9 +114,9 @@ def test_a_terabyte_of_nothing_is_not_read(
         check_folder, "sha256", lambda path, **how: pytest.fail(name) if path.name in name else read(path, **how)
     )
     started = time.process_time()
-    found = check_of(run.export, "files")
-    assert found.status == "failed"
-    assert name in found.detail
+    check = check_of(run.export, "files")
+    assert check.status == "failed"
+    assert name in check.detail
     assert time.process_time() - started < 20
 
 

@@ -30,11 +30,11 @@ def page(tmp_path: Path) -> Path:
 
 def statement(page: Path) -> dict[str, Check]:
     """What verify says of the page itself, failures by name."""
-    found = opened(page.parent, card=page.read_bytes().decode("utf-8"))
+    release = opened(page.parent, card=page.read_bytes().decode("utf-8"))
     checks = []
     for name, check in (("front matter", check_folder.front_matter), ("marked parts", check_folder.marked)):
         try:
-            checks += check(found)
+            checks += check(release)
         except (Wrong, ConfigError) as error:
             checks.append(Check(name, "failed", str(error)))
     return {check.name: check for check in checks if check.status == "failed"}

@@ -176,9 +176,9 @@ def test_a_number_in_a_row_is_found(folder: Path) -> None:
 
 def test_an_event_that_would_take_hours_is_refused_soon(folder: Path) -> None:
     event = {"type": "bounded_range", "range": 100.0, "count": 10_000}
-    started = time.monotonic()
+    started = time.process_time()
     assert "promise" in failing(forged(folder, event=event))
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
 
 
 def test_what_another_version_of_the_accountant_states_is_compared_with_room(folder: Path) -> None:

@@ -153,9 +153,9 @@ def test_a_run_takes_the_total_of_its_ledger_where_that_holds_the_draw(book: Pat
     paid(book)
     with Ledger(book) as ledger:
         for known, due in ((own, 9.0), (draw("other"), 4.5)):
-            found = lineage.of_labels(known, None, ledger)
-            assert found is not None
-            assert found.account_epsilon == due
+            labels_record = lineage.of_labels(known, None, ledger)
+            assert labels_record is not None
+            assert labels_record.account_epsilon == due
     assert lineage.of_labels(None, None, None) is None
 
 

@@ -62,9 +62,9 @@ def test_a_database_that_a_recipe_names_is_not_contacted(tmp_path: Path, url: st
     recipe = tmp_path / "run" / "config.yaml"
     recipe.write_text(recipe.read_text().replace("nothing.sqlite", url))
     monkeypatch.setattr(store.Postgres, "__init__", contacted)
-    found = last(page)
-    assert (found.name, found.status) == ("ledger", "asserted")
-    assert "--ledger" in found.detail
+    check = last(page)
+    assert (check.name, check.status) == ("ledger", "asserted")
+    assert "--ledger" in check.detail
 
 
 @pytest.mark.parametrize("name", ["ledger.sqlite", "ledger.sqlite-wal"])
@@ -73,11 +73,11 @@ def test_a_pipe_is_no_ledger_and_nobody_waits_for_it(tmp_path: Path, name: str, 
     path = tmp_path / "ledger.sqlite"
     with Ledger(path) as ledger:
         reserve(ledger)
-    found = published(tmp_path / "run", str(path if by_recipe else tmp_path / "nothing"))
+    release = published(tmp_path / "run", str(path if by_recipe else tmp_path / "nothing"))
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
     with pytest.raises(Wrong, match="not a regular file"):
-        last(found if by_recipe else replace(found, ledger=str(path)))
+        last(release if by_recipe else replace(release, ledger=str(path)))
 
 
 def test_a_ledger_is_read_and_nothing_else(tmp_path: Path) -> None:

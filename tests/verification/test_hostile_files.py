@@ -78,9 +78,9 @@ def test_a_table_that_states_another_size_than_it_has_is_not_unpacked(tmp_path: 
         "values.MOST_MEMORY = 2**26\n"
         "with values.bounded_memory(): check_audits.tables(Path(sys.argv[1]))"
     )
-    found = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=100)
-    assert found.returncode == 1
-    assert any(word in found.stderr for word in ("MemoryError", "damaged", "malloc")), found.stderr[-500:]
+    process = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=100)
+    assert process.returncode == 1
+    assert any(word in process.stderr for word in ("MemoryError", "damaged", "malloc")), process.stderr[-500:]
 
 
 def test_bytes_count_as_rows_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,10 +99,10 @@ def test_what_a_run_directory_holds_is_read_where_it_is_a_small_file(run: RunDir
     if path.exists():
         path.unlink()
     make_endless(path, kind, 2**31)
-    found = verify(run.root)
-    assert [check.name for check in found.checks if check.status == "failed"] == ["card"]
-    assert path.name in found.checks[0].detail
-    assert "\n" not in found.checks[0].detail
+    verification = verify(run.root)
+    assert [check.name for check in verification.checks if check.status == "failed"] == ["card"]
+    assert path.name in verification.checks[0].detail
+    assert "\n" not in verification.checks[0].detail
 
 
 def test_aliases_in_a_recipe_are_one_failed_check(run: RunDir) -> None:

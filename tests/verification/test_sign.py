@@ -201,8 +201,8 @@ def test_a_file_of_holes_is_not_read(export: Path, key: Path) -> None:
     (export / "privacy.json").write_text(json.dumps({"files": files}), encoding="utf-8")
     shutil.rmtree(export / "audit")
     payload = payload_of(export)
-    for one in payload["predicate"]["resources"]:
-        one["digest"] = files.get(one["name"], one["digest"])
+    for resource in payload["predicate"]["resources"]:
+        resource["digest"] = files.get(resource["name"], resource["digest"])
     write(export, payload)
     check = sign.check(export, public(key))
     assert (check.status, "never written" in check.detail) == ("failed", True)
