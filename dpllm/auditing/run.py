@@ -29,6 +29,7 @@ from dpllm.files import write_json
 from dpllm.model import loading
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.sections import CanaryConfig
 from dpllm.run import checkpoint
 from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.run.projections import read_projections, read_turns, read_weights
@@ -150,9 +151,11 @@ def _subject(run: RunDir) -> tuple[Run, CanaryPlan, Claim | None]:
     opened = open_run(run)
     config = opened.config
     if not config.audit.plants:
+        groups = CanaryConfig.usual_groups(config.data.max_examples_per_unit)
         raise ConfigError(
-            f"{run.root}: no canaries were planted, so there is nothing to measure. Train an audit twin, which has them and is "
-            f"charged too: dpllm train {run.config} --audit.canaries '{{}}' --output_dir {run.root}-twin"
+            f"{run.root}: no canaries were planted, so there is nothing to measure. Audit its audit twin, if there is one. To "
+            f"train one, which is charged too, type: dpllm train {run.config} --audit.canaries '{{groups: {groups}}}' "
+            f"--output_dir {run.root}-twin"
         )
     if (plan := opened.canaries) is None:
         raise ConfigError(f"{run.canaries}: is missing, so nobody knows which canaries were planted. Restore the file.")
@@ -174,8 +177,8 @@ def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
     twin_recipe = opened.config
     if twin_recipe.privacy.enabled:
         raise ConfigError(
-            f"{twin.root}: was trained with differential privacy, so it cannot show whether the attack works. "
-            "Name a run with privacy.enabled: false as --twin."
+            f"{twin.root}: was trained with differential privacy, so it cannot show whether the attack works. Name a run with "
+            f"privacy.enabled: false as --twin; an audit twin with privacy is audited by itself: dpllm audit {twin.root}"
         )
     ours, theirs = (
         {**recipe.model_dump(), **recipe.data.model_dump(include={"format", "max_length"})}

@@ -116,9 +116,8 @@ def twins(recipe: str | Path, overrides: Mapping[str, Any], *, constant_rate: bo
         raise ConfigError(f"{recipe}: privacy.enabled is false, so a twin has no guarantee to test. Leave --twin out.")
     if constant_rate and config.train.lr_scheduler == "constant":
         raise ConfigError(f"{recipe}: train.lr_scheduler is constant already. Leave --constant-rate out.")
-    max_rows, default = config.data.max_examples_per_unit or 32, CanaryConfig()
-    groups = {copies: number for copies, number in default.groups.items() if copies <= max_rows}
-    texts = config.audit.canaries or default.changed({"groups": groups})
+    usual = CanaryConfig.usual_groups(config.data.max_examples_per_unit)
+    texts = config.audit.canaries or CanaryConfig(groups=usual)
     points = []
     twin, settings = "The audit twin of a run without canaries of text, and not to be published", config.train
     if constant_rate:

@@ -146,13 +146,13 @@ def _over_filter(account: Account, budget: Budget, requests: Sequence[RunRequest
         )
         fix = "Set data.sampling: unit, raise privacy.noise_multiplier, or use other data, where it can be final."
     else:
-        share = percent(cost / allowance) if allowance > 0 else "more than all"
+        share = f"another {percent(cost / allowance)}" if allowance > 0 else "more than all"
         problem = f"{used_in_words(used(account) or 0.0, budget)}, and {runs} would use {share}"
         fix = "Ask for a smaller epsilon, more noise where the recipe sets it, or fewer steps; or use other data."
         if remaining.order == renyi.SUM:
             fix = f"Ask for a smaller epsilon or fewer labels of one {budget.unit}."
         elif remaining.allowance > 0.01 * allowance:
-            fix += " For the largest epsilon that fits, a recipe has privacy.fit_budget: true."
+            fix += " For the largest epsilon that fits, set privacy.fit_budget: true in the recipe."
     final_advice = ""
     if remaining.order != renyi.SUM and not account.used and (total := _exact(budget, requests)) <= budget.epsilon:
         final_advice = (

@@ -152,7 +152,7 @@ def records_of(source: str, ledger: Ledger, unit: str, relation: Relation = "zer
     settings = load_config(source).data if recipe else DataConfig(train=source)
     if recipe and settings.unit != unit:
         raise ConfigError(
-            f"{source}: data.unit is {settings.unit!r}, and the budget would count per {unit!r}. Type --unit."
+            f"{source}: data.unit is {settings.unit!r}, and the budget would count per {unit!r}. Type --unit {settings.unit}."
         )
     owners = "several" if relation == "zero_out_public_graph" else settings.owners
     by_unit = settings.changed({"unit": unit, "max_examples_per_unit": 1, "owners": owners})

@@ -234,7 +234,8 @@ class Outlook:
             words = f"{self.dataset}: {used_in_words(self.used, self.budget)}"
             if self.refusal is not None or self.used_after is None:
                 return f"{words}; this run is refused"
-            return f"{words}, {percent(self.used_after)} with this run; {self.could_follow} more like it fit"
+            fit = "fits" if self.could_follow == 1 else "fit"
+            return f"{words}, {percent(self.used_after)} with this run; {self.could_follow} more like it {fit}"
         words = f"{self.dataset}: epsilon {self.spent:.4f} at delta {self.delta:g}, {self.after:.4f} with this run"
         if self.refusal is not None:
             return f"{words}, which is refused"

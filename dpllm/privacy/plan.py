@@ -313,21 +313,30 @@ def _name_of(run: Mechanism) -> str:
     return "dp-bandmf" if run.coefficients else "dp-sgd"
 
 
-def resolved_delta(wanted: float | str, largest_delta: float, size: int, name: str = "privacy.delta") -> float:
-    """The delta that is stated, which is below 1/N, as is that of the dataset's budget; errors call it ``name``."""
+def resolved_delta(
+    wanted: float | str, largest_delta: float, size: int, name: str = "privacy.delta", canary_slots: int = 0
+) -> float:
+    """The delta that is stated, which is below 1/N, as is that of the dataset's budget; errors call it ``name``.
+
+    ``canary_slots`` of N are held by candidate canaries.
+    """
     if largest_delta < 1.0:
-        correct = "Its owner can correct it with dpllm ledger init as long as nothing is spent"
-        check_delta(largest_delta, size, "the delta of the dataset's budget,", f"{correct}; or bring more data.")
+        fewer = "plan fewer canaries (audit.canaries.groups)" if canary_slots else "bring more data"
+        fix = f"Its owner can correct it with dpllm ledger init as long as nothing is spent; or {fewer}."
+        check_delta(largest_delta, size, "the delta of the dataset's budget,", fix, canary_slots)
     delta = min(auto_delta(size), largest_delta) if wanted == "auto" else events.number(name, wanted, 0.0, 1.0)
-    check_delta(delta, size, name)
+    check_delta(delta, size, name, canary_slots=canary_slots)
     return delta
 
 
-def check_delta(delta: float, dataset_size: int, name: str = "privacy.delta", fix: str | None = None) -> None:
+def check_delta(
+    delta: float, dataset_size: int, name: str = "privacy.delta", fix: str | None = None, canary_slots: int = 0
+) -> None:
     """Refuses a delta of 1/N or more; errors call it `name` and say how to `fix` it (None: by what auto would be)."""
     if delta * dataset_size >= 1:
+        slots = f" (N counts {canary_slots:,} slots of canaries)" if canary_slots else ""
         raise Refused(
-            f"{name} {delta:g} is not below 1/N = {1 / dataset_size:.2g}: a mechanism that publishes one "
+            f"{name} {delta:g} is not below 1/N = {1 / dataset_size:.2g}{slots}: a mechanism that publishes one "
             f"person's record outright would satisfy it. {fix or f'Set {name} to auto (here {auto_delta(dataset_size):g}).'}"
         )
 

@@ -254,6 +254,11 @@ class CanaryConfig(Section):
     references: int = Field(default=1000, ge=100)
     """Number of candidates that are never inserted, against which exposure is ranked (at most log2 of this number, in bits)."""
 
+    @classmethod
+    def usual_groups(cls, max_examples_per_unit: int | None) -> dict[int, int]:
+        """Those of ``groups`` by default whose copies a unit may hold."""
+        return {copies: number for copies, number in cls().groups.items() if copies <= (max_examples_per_unit or 32)}
+
     @model_validator(mode="after")
     def _prompts_hold_digits(self) -> Self:
         if self.place == "prompt" and self.kind != "digits":

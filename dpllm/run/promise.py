@@ -330,7 +330,7 @@ def mechanism_of(
     """
     privacy, data, schedule = config.privacy, config.data, schedule_of(config, num_units)
     relation = data.relation
-    delta = resolved_delta(privacy.delta, largest_delta, schedule.dataset_size)
+    delta = resolved_delta(privacy.delta, largest_delta, schedule.dataset_size, canary_slots=schedule.canary_slots)
     group = (data.max_examples_per_unit or 1) if data.sampling == "example" else 1
     if coefficients is None:
         coefficients = _coefficients(config, schedule, delta, relation)

@@ -230,7 +230,7 @@ def layout_of(row: Raw, location: str, fmt: str, previous: Layout | None, named_
     columns = (
         f"fills the columns {', '.join(readable) or 'none'} of those that dpllm reads, and {len(filled) - len(readable)} others"
         if has_header
-        else "has none of them, or the file lacks a header line, or its delimiter is not data.csv.delimiter"
+        else "has no column that dpllm reads as text, or the file lacks a header line, or has another data.csv.delimiter"
     )
     raise DataError(
         f"{location} {columns}; a row needs text, or prompt and completion, or messages, or instruction and output (Alpaca), or "

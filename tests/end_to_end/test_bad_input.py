@@ -92,7 +92,7 @@ CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
     "noise below the target": ({"privacy.noise_multiplier": 0.3}, REFUSED, r"above the target privacy\.epsilon"),
     "experts that train": (experts, REFUSED, r"belongs to a router or an expert"),
     "no privacy on private data": ({"privacy.enabled": False}, REFUSED, r"not declared public.*data\.public: true"),
-    "budget": (budget, REFUSED, r"0% of epsilon 1 used, and this run would use [\d.]+%"),
+    "budget": (budget, REFUSED, r"0% of epsilon 1 used, and this run would use another [\d.]+%"),
 }
 
 

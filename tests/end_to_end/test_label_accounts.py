@@ -79,7 +79,7 @@ def test_budgets_of_labels_by_command(asked: Place) -> None:  # noqa: F811
     more = ("--epsilon", "0.1", "--unit", "who", "--max-labels", "1", "--dataset", "notes", "--ledger", asked.ledger)
     answer = dpllm_("randomize-labels", third, *more)
     assert (answer.code, answer.err.count("\n")) == (3, 1)
-    assert "100% of epsilon 9 used, and this run would use 1.11%" in answer.err
+    assert "100% of epsilon 9 used, and this run would use another 1.11%" in answer.err
     assert "100% of epsilon 9 used" in " ".join(done("ledger", "show", "--ledger", asked.ledger).out.split())
 
 

@@ -92,10 +92,7 @@ def test_a_run_that_learns_nothing_is_refused_before_it_is_reserved_and_leaves_n
     place: Place, public: bool
 ) -> None:
     tiny.write_rows(place.train, [LONG] * 40)
-    changes = {
-        "data.max_length": 64,
-        "data.public": public,
-    }
+    changes = {"data.max_length": 64, "data.public": public}
     terms = ("--epsilon", 90, "--delta", 1e-2, "--by", "alice", "--reason", "a test", "--ledger", place.ledger)
     done("ledger", "init", "notes", *terms)
     with Ledger(place.ledger) as ledger:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,55 +21,48 @@ def test_steps_are_kept_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
     first = Projections(path, 5, 4)
     first.write(1, np.arange(4.0))
     first.write(2, np.arange(4.0) + 1)
-    again = Projections(path, 5, 4)
-    again.write(4, np.arange(4.0) + 2)
-    found_TM = read_projections(path)
-    assert found_TM.shape == (5, 4)
-    np.testing.assert_array_equal(found_TM[[0, 1, 3]], [[0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]])
-    assert np.isnan(found_TM[[2, 4]]).all()
+    resumed = Projections(path, 5, 4)
+    resumed.write(4, np.arange(4.0) + 2)
+    projection_TM = read_projections(path)
+    assert projection_TM.shape == (5, 4)
+    np.testing.assert_array_equal(projection_TM[[0, 1, 3]], [[0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]])
+    assert np.isnan(projection_TM[[2, 4]]).all()
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no array"])
-def test_a_missing_or_damaged_file_is_refused_in_one_line(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "gradient_canaries.npy"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"missing or damaged, so .* Restore it, or train again"):
-        read_projections(path)
-
-
-def other(values: np.ndarray) -> bytes:
+def npy(values: np.ndarray) -> bytes:
     content = io.BytesIO()
     np.save(content, values)
     return content.getvalue()
 
 
+def resume(path: Path) -> Projections:
+    return Projections(path, 5, 4)
+
+
 @pytest.mark.parametrize(
-    "content",
+    ("read", "content"),
     [
-        b"abc",
-        other(np.zeros((5, 3), np.float32)),
-        other(np.zeros((4, 4), np.float32)),
-        other(np.zeros((5, 4))),
-        other(np.zeros(4, np.float32)),
+        pytest.param(read_projections, None, id="steps: missing"),
+        pytest.param(read_projections, b"", id="steps: empty"),
+        pytest.param(read_projections, b"no array", id="steps: no array"),
+        pytest.param(
+            resume, b"abc", id="resume: no array"
+        ),  # a row that does not fit would fail after its step was charged
+        pytest.param(resume, npy(np.zeros((5, 3), np.float32)), id="resume: fewer canaries"),
+        pytest.param(resume, npy(np.zeros((4, 4), np.float32)), id="resume: fewer steps"),
+        pytest.param(resume, npy(np.zeros(4, np.float32)), id="resume: one dimension"),
+        pytest.param(resume, npy(np.zeros((5, 4))), id="resume: float64"),
+        pytest.param(read_weights, npy(np.full((2, 4), np.nan)), id="weights: nan"),
+        pytest.param(read_weights, npy(np.zeros((2, 4), np.float32)), id="weights: float32"),
+        pytest.param(read_weights, npy(np.zeros((3, 4))), id="weights: three rows"),
     ],
 )
-def test_a_run_does_not_go_on_with_a_file_that_is_not_its_own(tmp_path: Path, content: bytes) -> None:
-    """A row that does not fit would fail after its step was charged."""
-    path = tmp_path / "gradient_canaries.npy"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match="missing or damaged"):
-        Projections(path, 5, 4)
-
-
-@pytest.mark.parametrize(
-    "content", [other(np.full((2, 4), np.nan)), other(np.zeros((2, 4), np.float32)), other(np.zeros((3, 4)))]
-)
-def test_weights_that_are_none_are_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "weights_along_canaries.npy"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match="missing or damaged"):
-        read_weights(path)
+def test_a_missing_damaged_or_foreign_file_is_refused(tmp_path: Path, read: Any, content: bytes | None) -> None:
+    path = tmp_path / "canaries.npy"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"canaries\.npy: .*missing or damaged"):
+        read(path)
 
 
 def test_turns_are_read_without_torch(tmp_path: Path) -> None:
