@@ -315,7 +315,7 @@ def export_text(run: RunDir) -> str:
 
 def steady(text: str) -> str:
     """The same with numbers of nine digits and without hashes: processors round the accountant's figures differently."""
-    text = re.sub(r"\d+\.\d{9,}", lambda found: f"{float(found[0]):.9g}", text)
+    text = re.sub(r"\d+\.\d{9,}", lambda result: f"{float(result[0]):.9g}", text)
     return re.sub(r"\b[0-9a-f]{32,}\b", "HEX", text)
 
 

@@ -42,22 +42,22 @@ def weights(root: Path) -> dict[str, str]:
 
 def measured_audit(epsilon: float, artifacts: dict[str, str]) -> Json:
     """The larger epsilon is, the more is found."""
-    found = epsilon / (epsilon + 4) if math.isfinite(epsilon) else 0.9
+    result = epsilon / (epsilon + 4) if math.isfinite(epsilon) else 0.9
     exposure, extraction = {}, {}
     for number, (group, planted) in enumerate(GROUPS.items()):
-        got = math.floor(found * planted * (number + 1) / 3)
+        got = math.floor(result * planted * (number + 1) / 3)
         exposure[group] = {
-            "mean": 1.5 + 8 * found * (number + 1) / 3, "null_mean": 1.44, "p_value": 0.3, "maximum": 9.9,
+            "mean": 1.5 + 8 * result * (number + 1) / 3, "null_mean": 1.44, "p_value": 0.3, "maximum": 9.9,
             "base_mean": 1.41, "inserted": planted,
         }  # fmt: skip
         extraction[group] = {"inserted": planted, "tuned": got, "base": 0, "held_out": 10, "held_out_tuned": 0}
-    auc = 0.5 + 0.4 * found
+    auc = 0.5 + 0.4 * result
     attack = {
         "group": 1, "auc": auc, "auc_interval": [auc - 0.06, auc + 0.05], "confidence": 0.95, "positives": 99,
-        "negatives": 101, "tpr_at_1_percent_fpr": found / 3, "tpr_at_1_percent_fpr_interval": [found / 6, found / 2],
+        "negatives": 101, "tpr_at_1_percent_fpr": result / 3, "tpr_at_1_percent_fpr_interval": [result / 6, result / 2],
     }  # fmt: skip
-    bound = {"value": 2 * found, "alpha": 0.05, "delta": 1e-5, "ceiling": 2.756, "method": "one-run"}
-    found = {
+    bound = {"value": 2 * result, "alpha": 0.05, "delta": 1e-5, "ceiling": 2.756, "method": "one-run"}
+    result = {
         "claim": {"epsilon": epsilon, "delta": 1e-5, "unit": "example"} if math.isfinite(epsilon) else None,
         "settings": cards.SETTINGS,
         "canaries": {"groups": {}, "references": 1000, "commitment": "c0" * 32},
@@ -76,7 +76,7 @@ def measured_audit(epsilon: float, artifacts: dict[str, str]) -> Json:
         "published": math.isfinite(epsilon),
         "weights": artifacts,
     }
-    return cards.whole_audit(found)
+    return cards.whole_audit(result)
 
 
 def make_run(
@@ -148,8 +148,8 @@ def write_tasks(run: RunDir, tuned: Json, base: Json | None = None, **changes: A
     """Scores of what these weights write behind two prompts with nine references."""
     counts = {"num_tokens": 100, "prompts": 2, "references": 9, "asked": 2}
     scores = {"tuned": {"bleu": tuned}, "base": {"bleu": base} if base else None}
-    found = {"weights": weights(run.root), "protocol": PROTOCOL, **counts, **scores, **changes}
-    write_json(run.private / "tasks.json", found)
+    results = {"weights": weights(run.root), "protocol": PROTOCOL, **counts, **scores, **changes}
+    write_json(run.private / "tasks.json", results)
 
 
 def without_pictures(monkeypatch: Any) -> None:

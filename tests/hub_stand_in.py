@@ -52,16 +52,18 @@ class _Handler(BaseHTTPRequestHandler):
         path = self._asked()
         if path.startswith("/api/models/"):
             name = path.removeprefix("/api/models/").split("/revision/")[0].split("/tree/")[0]
-            found = self.hub.repositories.get(name)
-            if found is None or self.hub.refuse:
+            result = self.hub.repositories.get(name)
+            if result is None or self.hub.refuse:
                 return self._answer(
                     {"error": "no such repository"}, self.hub.refuse or 404, {"X-Error-Code": "RepoNotFound"}
                 )
             if "/tree/" in path:
-                tree = [{"type": "file", "path": p, "size": len(c), "oid": _oid(c)} for p, c in found.files.items()]
+                tree = [{"type": "file", "path": p, "size": len(c), "oid": _oid(c)} for p, c in result.files.items()]
                 return self._answer(tree)
-            siblings = [{"rfilename": name} for name in sorted(found.files)]
-            return self._answer({"id": name, "private": found.private, "sha": COMMIT, "siblings": siblings, "tags": []})
+            siblings = [{"rfilename": name} for name in sorted(result.files)]
+            return self._answer(
+                {"id": name, "private": result.private, "sha": COMMIT, "siblings": siblings, "tags": []}
+            )
         name, _, rest = path.lstrip("/").partition("/resolve/")
         file = rest.partition("/")[2]
         content = self.hub.repositories[name].files.get(file) if name in self.hub.repositories else None
@@ -99,20 +101,20 @@ class _Handler(BaseHTTPRequestHandler):
             )
         if path.endswith("/info/lfs/objects/batch"):
             objects = [
-                {"oid": one["oid"], "size": one["size"],
-                 "actions": {"upload": {"href": f"{self.hub.endpoint}/lfs/{one['oid']}", "header": {}}}}
-                for one in json.loads(body)["objects"]
+                {"oid": item["oid"], "size": item["size"],
+                 "actions": {"upload": {"href": f"{self.hub.endpoint}/lfs/{item['oid']}", "header": {}}}}
+                for item in json.loads(body)["objects"]
             ]  # fmt: skip
             return self._answer({"transfer": "basic", "objects": objects})
         name, _, what = path.removeprefix("/api/models/").partition("/preupload/")
         if what:
             files = [
                 {
-                    "path": one["path"],
-                    "uploadMode": "lfs" if one["path"].endswith(LFS) else "regular",
+                    "path": item["path"],
+                    "uploadMode": "lfs" if item["path"].endswith(LFS) else "regular",
                     "shouldIgnore": False,
                 }
-                for one in json.loads(body)["files"]
+                for item in json.loads(body)["files"]
             ]
             return self._answer({"files": files})
         name = name.partition("/commit/")[0]

@@ -22,13 +22,13 @@ LOOPBACK = "127.0.0.1"
 def series(text: bytes | str) -> Series:
     """Every sample by its name and labels; none may stand there twice."""
     text = text.decode() if isinstance(text, bytes) else text
-    found: Series = {}
+    results: Series = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             key = (sample.name, tuple(sorted(sample.labels.items())))
-            assert key not in found, key
-            found[key] = sample.value
-    return found
+            assert key not in results, key
+            results[key] = sample.value
+    return results
 
 
 def value(samples: Series, name: str) -> float:

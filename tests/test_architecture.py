@@ -72,7 +72,7 @@ def test_each_file_belongs_to_one_feature() -> None:
     held = {house.feature(module) for module in MODULES.values()}
     assert [part.name for part in house.FEATURES if part not in held] == []
     named = [pattern for part in house.FEATURES for pattern in part.files]
-    assert [one for one in named if not any(fnmatch(module.path, one) for module in MODULES.values())] == []
+    assert [item for item in named if not any(fnmatch(module.path, item) for module in MODULES.values())] == []
     assert all(part.users_get.endswith(".") for part in house.FEATURES)
 
 

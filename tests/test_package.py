@@ -46,8 +46,8 @@ def test_a_wheel_trains_and_verifies_away_from_the_repository(wheel: Path, tmp_p
         return done.stdout
 
     where = [python, "-c", "import dpllm; print(dpllm.__file__)"]
-    found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
-    assert str(tmp_path) in found
+    result = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path) in result
     recipe = "builtin:smoke/clinic.yaml"
     assert "epsilon" in run("plan", recipe)
     run("train", recipe, "--train.steps", "2", "--output_dir", "one")

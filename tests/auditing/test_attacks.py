@@ -117,10 +117,10 @@ def naive(name: str, table: TokenTable, sequence: int) -> float:
 def test_every_attack_is_its_formula(lengths: list[int], seed: int, certain: bool) -> None:
     table = make_table(lengths, seed, certain)
     for name, attack in TOKEN_ATTACKS.items():
-        found = attack(table)
-        assert found.shape == (len(lengths),)
+        result = attack(table)
+        assert result.shape == (len(lengths),)
         wanted = [naive(name, table, sequence) for sequence in range(len(lengths))]
-        np.testing.assert_allclose(found, wanted, rtol=1e-7, atol=1e-9, err_msg=name)
+        np.testing.assert_allclose(result, wanted, rtol=1e-7, atol=1e-9, err_msg=name)
 
 
 def test_the_table_reads_back_exactly_and_holds_no_text(tmp_path: Path) -> None:

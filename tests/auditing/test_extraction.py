@@ -132,9 +132,9 @@ def test_what_can_never_be_drawn_is_counted_and_is_no_infinity():
 
 
 def test_a_side_without_canaries_is_counted_as_empty():
-    found = sampled_extraction(make_table(*zip(*SECRETS[:2], strict=True)))["1"]
-    assert found["canaries"]["held_out"] == 0
-    assert found["all_tokens"]["median_attempts"]["held_out"] is None
+    result = sampled_extraction(make_table(*zip(*SECRETS[:2], strict=True)))["1"]
+    assert result["canaries"]["held_out"] == 0
+    assert result["all_tokens"]["median_attempts"]["held_out"] is None
 
 
 def test_the_order_of_rows_does_not_matter_and_the_grid_is_the_stated_one():

@@ -74,7 +74,7 @@ def test_noise_and_draws_as_planned_are_not_refuted(canaries: int, drift: float,
     audits = 2000 if full else 100
     refuted = [examined(run(seed, canaries, drift=drift)) for seed in range(audits)]
     for name in ("noise_refuted", "drawn_refuted"):
-        assert stats.binom.sf(sum(getattr(one, name) for one in refuted) - 1, audits, 0.05 * ALPHA) > 1e-3
+        assert stats.binom.sf(sum(getattr(item, name) for item in refuted) - 1, audits, 0.05 * ALPHA) > 1e-3
 
 
 @pytest.mark.parametrize(("rate", "noise", "steps"), [(0.9, 0.05, 1), (0.98, 0.1, 2), (1.0, 0.6, 5)])
@@ -115,8 +115,8 @@ def test_gradients_that_answer_to_earlier_noise_refute_nothing(amplified: float)
     ids=["half the noise", "the same noise in every step", "twice the sampling rate", "no clipping"],
 )
 def test_what_breaks_the_plan_is_refuted_in_nine_of_ten_runs(broken: dict[str, Any], what: str) -> None:
-    found = [getattr(examined(run(seed, **broken, drift=0.05)), what) for seed in range(20)]
-    assert sum(found) >= 18
+    result = [getattr(examined(run(seed, **broken, drift=0.05)), what) for seed in range(20)]
+    assert sum(result) >= 18
 
 
 def test_whoever_sees_the_steps_proves_something_and_never_more_than_the_mechanism_has() -> None:
@@ -134,10 +134,10 @@ CONSTANT, LINEAR = np.full(STEPS, 0.1), np.linspace(0.1, 0.0, STEPS)
 @pytest.mark.parametrize("rates", [CONSTANT, LINEAR], ids=["constant", "linear"])
 def test_of_the_weights_nothing_is_proved_where_nothing_was_planted(rates: Any, full: bool) -> None:
     audits = 1000 if full else 100
-    found = [examined(run(seed, rate=0.0, drift=0.3, rates=rates)).weights for seed in range(audits)]
-    above = sum(one.epsilon_lower_bound > 0 for one in found)
+    result = [examined(run(seed, rate=0.0, drift=0.3, rates=rates)).weights for seed in range(audits)]
+    above = sum(item.epsilon_lower_bound > 0 for item in result)
     assert above <= 0.065 * audits
-    assert stats.binom.sf(above - 1, audits, found[0].alpha) > 1e-3
+    assert stats.binom.sf(above - 1, audits, result[0].alpha) > 1e-3
 
 
 def test_of_the_weights_something_is_proved_and_never_more_than_the_mechanism_has(full: bool) -> None:
@@ -148,11 +148,11 @@ def test_of_the_weights_something_is_proved_and_never_more_than_the_mechanism_ha
     epsilon = accounting.epsilon(events.dp_sgd_event(RATE, noise, STEPS), DELTA, "zero_out")
     bounds = {}
     for name, rates in (("constant", CONSTANT), ("linear", LINEAR)):
-        found = [examined(run(seed, noise=noise, rates=rates)) for seed in range(audits)]
-        held = [one.weights.epsilon_lower_bound for one in found]
+        result = [examined(run(seed, noise=noise, rates=rates)) for seed in range(audits)]
+        held = [item.weights.epsilon_lower_bound for item in result]
         assert max(held) <= epsilon
-        bounds[name] = np.mean(held), np.mean([one.weights.auc for one in found])
-    assert 0 < bounds["linear"][0] < bounds["constant"][0] < np.mean([one.epsilon_lower_bound for one in found])
+        bounds[name] = np.mean(held), np.mean([item.weights.auc for item in result])
+    assert 0 < bounds["linear"][0] < bounds["constant"][0] < np.mean([item.epsilon_lower_bound for item in result])
     assert 0.55 < bounds["linear"][1] < bounds["constant"][1] < 0.8
 
 

@@ -51,14 +51,14 @@ def refusal(path, lines):
 
 def test_a_stranger_writes_one_object_a_line(tmp_path):
     lines = [COINS, *entries(60, references=30), ""]
-    found = read_manifest(write(tmp_path / "m.jsonl", lines))
-    assert (len(found.canaries), len(found.references)) == (60, 30)
-    assert (found.independent_coins, found.commitment) == (True, None)
-    for entry, read in zip(lines[1:61], found.canaries, strict=True):
+    result = read_manifest(write(tmp_path / "m.jsonl", lines))
+    assert (len(result.canaries), len(result.references)) == (60, 30)
+    assert (result.independent_coins, result.commitment) == (True, None)
+    for entry, read in zip(lines[1:61], result.canaries, strict=True):
         assert (entry["carrier"], entry["secret"], entry["inserted"]) == (read.carrier, read.secret, read.inserted)
         assert read.group == 1
-    assert {one.group for one in found.references} == {0}
-    names = [one.canary_id for one in (*found.canaries, *found.references)]
+    assert {item.group for item in result.references} == {0}
+    names = [item.canary_id for item in (*result.canaries, *result.references)]
     assert len(set(names)) == 90
 
 
@@ -72,9 +72,9 @@ def test_the_manifest_of_a_run_is_checked_against_its_commitment(tmp_path):
     plan = canaries.plan_canaries(CanaryConfig(groups={1: 40, 4: 20}, references=100), generator=random.Random(0))
     path = tmp_path / "canaries.json"
     canaries.save(plan, path)
-    found = read_manifest(path)
-    assert (found.canaries, found.references) == (plan.canaries, plan.references)
-    assert (found.independent_coins, found.commitment) == (True, plan.commitment)
+    result = read_manifest(path)
+    assert (result.canaries, result.references) == (plan.canaries, plan.references)
+    assert (result.independent_coins, result.commitment) == (True, plan.commitment)
     value = json.loads(path.read_text())
     value["canaries"][0]["inserted"] = not value["canaries"][0]["inserted"]
     path.write_text(json.dumps(value))
@@ -86,7 +86,7 @@ def test_the_manifest_of_a_run_is_checked_against_its_commitment(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ('{"carrier": "Sigrid', "line 5 is not a canary"),
         ('["Sigrid"]', "line 5 is not a canary"),
@@ -105,9 +105,9 @@ def test_the_manifest_of_a_run_is_checked_against_its_commitment(tmp_path):
         (canary(9, True), "1 canaries have the same text as another one"),
     ],
 )
-def test_a_line_that_is_no_canary_is_refused_by_its_number(tmp_path, line, said):
+def test_a_line_that_is_no_canary_is_refused_by_its_number(tmp_path, line, message):
     lines = [COINS, *entries()]
-    assert said in refusal(tmp_path / "m.jsonl", [*lines[:4], line, *lines[5:]])
+    assert message in refusal(tmp_path / "m.jsonl", [*lines[:4], line, *lines[5:]])
 
 
 def test_files_without_canaries_are_refused(tmp_path):

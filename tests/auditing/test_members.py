@@ -191,9 +191,9 @@ def test_a_unit_is_one_observation_of_all_its_tokens(models, monkeypatch, seed):
             (sequence,) = encode(row, "text", models.tokenizer, tiny.reads(128, "refuse"))
             ids += sequence.input_ids[1:]
             gains += [0.1 * ((3 * place + number) % 7)] * (len(sequence.input_ids) - 1)
-        found = scores(tokens)
-        assert found["loss"][place] == pytest.approx(np.mean(log_probs(ids) + gains))
-        assert found["ratio"][place] == pytest.approx(np.mean(gains))
+        result = scores(tokens)
+        assert result["loss"][place] == pytest.approx(np.mean(log_probs(ids) + gains))
+        assert result["ratio"][place] == pytest.approx(np.mean(gains))
         text = "\n".join(row["text"] for row in groups[place])
         assert tokens.zlib_bytes_S[place] == len(zlib.compress(text.encode()))
 

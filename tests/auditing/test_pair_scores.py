@@ -48,12 +48,12 @@ def of_pairs(seed: int, pairs: int = 40) -> TokenTable:
 
 def test_a_score_is_the_difference_of_both_answers_gains(seed: int) -> None:
     table = of_pairs(seed)
-    found = attacks.ratio(attacks.whole_rows(table))
+    result = attacks.ratio(attacks.whole_rows(table))
     gain_S = [
         table.tuned_log_prob_N[table.sequence_N == s].sum() - table.base_log_prob_N[table.sequence_N == s].sum()
         for s in range(80)
     ]
-    assert np.allclose(found, np.array(gain_S[:40]) - np.array(gain_S[40:]), rtol=1e-12)
+    assert np.allclose(result, np.array(gain_S[:40]) - np.array(gain_S[40:]), rtol=1e-12)
     secrets = attacks.ratio(sum_up(table))
     gain_S = [
         sum(
@@ -76,9 +76,9 @@ def test_a_table_of_pairs_reads_back_and_half_a_pair_is_none(tmp_path: Path, see
         replace(table, coins=(not table.coins[0], *table.coins[1:])),
         replace(table, groups=(4, *table.groups[1:])),
     )
-    for one in torn:
+    for item in torn:
         with pytest.raises(ConfigError, match="half a preference pair"):
-            sum_up(one)
+            sum_up(item)
 
 
 @pytest.mark.parametrize("template", [None, "Q: {prompt}\nA: {completion}"])
@@ -88,8 +88,8 @@ def test_what_is_scored_is_what_trains(template: str | None) -> None:
         canary = replace(canary, inserted=True)
         (unit,) = encode_units([[Row(canary.example("preference"))]], "preference", tokenizer, settings)
         scored = [encode_secret(answer, "preference", tokenizer, settings)[0] for answer in canary.answers]
-        assert [(one.input_ids, one.loss_mask) for one in scored] == [
-            (one.input_ids, one.loss_mask) for one in unit.sequences
+        assert [(item.input_ids, item.loss_mask) for item in scored] == [
+            (item.input_ids, item.loss_mask) for item in unit.sequences
         ]
 
 

@@ -112,22 +112,22 @@ def test_the_largest_logits_are_found_whatever_the_vocabulary(vocabulary):
     logits[3] = logits[3].sort().values  # all of them in the last blocks
     logits[4] = -torch.inf
     logits[4, 0] = 0.0
-    found = scores._largest(logits).sort(dim=-1, descending=True).values
-    assert torch.equal(found, logits.sort(dim=-1, descending=True).values[:, :40])
+    result = scores._largest(logits).sort(dim=-1, descending=True).values
+    assert torch.equal(result, logits.sort(dim=-1, descending=True).values[:, :40])
 
 
 def test_of_equally_likely_tokens_greedy_decoding_chooses_one():
     logits = torch.zeros(1, 3, 8)
-    found = scores._gather(logits, torch.tensor([[5, 0, 3]]), torch.tensor([[False, True, True]]))
-    assert found.argmax.tolist() == [True, False]
-    assert found.log_prob == pytest.approx([-math.log(8)] * 2)
+    result = scores._gather(logits, torch.tensor([[5, 0, 3]]), torch.tensor([[False, True, True]]))
+    assert result.argmax.tolist() == [True, False]
+    assert result.log_prob == pytest.approx([-math.log(8)] * 2)
 
 
 def test_a_forbidden_token_weighs_nothing():
     logits = torch.tensor([[[0.0, 0.0, -torch.inf, -torch.inf], [0.0, 0.0, 0.0, 0.0]]])
-    found = scores._gather(logits, torch.tensor([[3, 1]]), torch.tensor([[False, True]]))
-    assert found.mean == pytest.approx([-math.log(2)])
-    assert found.variance == pytest.approx([0.0], abs=1e-6)
+    result = scores._gather(logits, torch.tensor([[3, 1]]), torch.tensor([[False, True]]))
+    assert result.mean == pytest.approx([-math.log(2)])
+    assert result.variance == pytest.approx([0.0], abs=1e-6)
 
 
 @pytest.mark.parametrize("budget", [1, 64, 333, 10**6])

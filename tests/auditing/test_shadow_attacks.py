@@ -125,8 +125,8 @@ def test_shadows_that_all_agree_give_finite_scores():
 def test_shadows_beat_the_ratio_where_canaries_differ_in_difficulty(seed):
     rng = np.random.default_rng([seed, 6])
     for shadows, gain in ((4, 0.05), (16, 0.1)):
-        found = [areas(*world(rng, lift=1.0, shadows=shadows, spread=0.3)) for _ in range(12)]
-        mean = {name: np.mean([one[name].value for one in found]) for name in found[0]}
+        result = [areas(*world(rng, lift=1.0, shadows=shadows, spread=0.3)) for _ in range(12)]
+        mean = {name: np.mean([item[name].value for item in result]) for name in result[0]}
         assert mean["lira"] > mean["ratio"] + gain, mean
     assert mean["lira"] > 0.72  # of .76, what somebody has who knows every level and lift
 

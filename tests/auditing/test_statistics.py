@@ -74,8 +74,8 @@ def test_auc_is_never_folded(positives, negatives):
 def gaussian(interval, positives, negatives, shift, spread, repeats, *key):
     """Intervals of Gaussian scores: shape (repeats, 2)."""
     rng = np.random.default_rng(key)
-    found = [interval(rng.normal(shift, spread, positives), rng.normal(size=negatives)) for _ in range(repeats)]
-    return np.array([(one.low, one.high) for one in found])
+    result = [interval(rng.normal(shift, spread, positives), rng.normal(size=negatives)) for _ in range(repeats)]
+    return np.array([(item.low, item.high) for item in result])
 
 
 def covers(found_R2, truth, share=0.94):
@@ -167,13 +167,13 @@ def test_tpr_intervals_cover_the_truth_where_the_curve_jumps_at_the_threshold(
 ):
     """No curve is worse: half of the members lie beside the true threshold, and a threshold a little off counts them wrong."""
     rng, threshold = np.random.default_rng([seed, 6]), stats.norm.isf(fpr)
-    found = []
+    results = []
     for _ in range(5000 if full else 300):
         kind = rng.random(positives)
         scores = np.where(kind < 0.5, threshold + beside, np.where(kind < 0.75, 9.0, -9.0))
-        found.append(statistics.tpr_at_fpr(scores, rng.normal(size=negatives), fpr))
+        results.append(statistics.tpr_at_fpr(scores, rng.normal(size=negatives), fpr))
     truth = 0.75 if beside > 0 else 0.25
-    assert covers(np.array([(one.low, one.high) for one in found]), truth, 0.95)
+    assert covers(np.array([(result.low, result.high) for result in results]), truth, 0.95)
 
 
 @settings(deadline=None)

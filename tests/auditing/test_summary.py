@@ -41,11 +41,11 @@ def controls(*, base=False, words=False, positive="AUC 0.99 on the canaries plan
     return Controls.pick({"base_separates": base, "words": seen, "positive": positive, "twin": None, "level": 0.001})
 
 
-def summarised(table, claim, *, alpha=0.05, falling=(), falling_in=(), **given):
+def summarised(table, claim, *, alpha=0.05, falling=(), falling_in=(), **arguments):
     """As audit.json holds it."""
     ways = {"falling": falling, "falling_in": falling_in}
     tokens = table if isinstance(table, TokenTable) else tokens_of(table)
-    return summarise(tokens, claim, AuditSettings.pick({"alpha": alpha, "version": 2, **ways}), **given).to_json()
+    return summarise(tokens, claim, AuditSettings.pick({"alpha": alpha, "version": 2, **ways}), **arguments).to_json()
 
 
 def make_table(rng, lift, groups=((1, 200), (4, 20)), references=300):
@@ -66,13 +66,13 @@ def make_table(rng, lift, groups=((1, 200), (4, 20)), references=300):
 
 
 def bound(value, ceiling=3.7, num_canaries=200, alpha=0.05):
-    given = {"value": value, "alpha": alpha, "delta": 1e-5, "falling": (10, 100), "falling_in": ()}
-    given |= {"best_guesses": 100, "best_side": "falling", "correct": 90, "weight": 400}
-    return OneRunBound(**given, num_canaries=num_canaries, ceiling=ceiling)
+    settings = {"value": value, "alpha": alpha, "delta": 1e-5, "falling": (10, 100), "falling_in": ()}
+    settings |= {"best_guesses": 100, "best_side": "falling", "correct": 90, "weight": 400}
+    return OneRunBound(**settings, num_canaries=num_canaries, ceiling=ceiling)
 
 
 @pytest.mark.parametrize(
-    ("claim", "found", "num_inserted", "word"),
+    ("claim", "result", "num_inserted", "word"),
     [
         (CLAIM, bound(4.1, ceiling=5.0), 100, "falsified"),
         (CLAIM, bound(4.0, ceiling=5.0), 100, "consistent"),
@@ -84,8 +84,8 @@ def bound(value, ceiling=3.7, num_canaries=200, alpha=0.05):
         (None, bound(3.0), 100, "no_claim"),
     ],
 )
-def test_the_verdict_says_no_more_than_was_shown(claim, found, num_inserted, word):
-    said, reason = judge(claim, found, {}, num_inserted, controls())
+def test_the_verdict_says_no_more_than_was_shown(claim, result, num_inserted, word):
+    said, reason = judge(claim, result, {}, num_inserted, controls())
     assert said == word
     assert "private" not in said + reason
     assert reason.endswith(".")

@@ -121,11 +121,11 @@ def test_text_of_a_stranger_does_not_break_the_page(folder: Path, field: str, te
         "quality": {"figures": {f"{text}: synthetic": 1.0, text: None}, "evaluation": text},
     }.get(field, text)
     record = Inference.checked({**stated(folder), field: value})
-    made, plain = (inference.render(one)["inference"] for one in (record, inferred()))
+    made, plain = (inference.render(item)["inference"] for item in (record, inferred()))
     assert not re.search(r"<(?:!|/|script|style)", made)
     inside = [line for line in made.splitlines() if line.startswith("#") or line.startswith(">")]
     assert [line for line in inside if line.startswith("#")] == [
-        one for one in plain.splitlines() if one.startswith("#")
+        item for item in plain.splitlines() if item.startswith("#")
     ]
     assert len([line for line in inside if line.startswith(">")]) == 1
     for line in made.splitlines():

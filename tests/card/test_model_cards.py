@@ -67,7 +67,7 @@ def test_every_published_card_verifies_as_it_lies_there(name: str, capsys: pytes
 @pytest.mark.parametrize(
     "page",
     sorted(MODEL_CARDS.glob("*/export/README.md"))
-    + [page for one in DATA_SETS for page in sorted(one.rglob("README.md"))],
+    + [page for data_set in DATA_SETS for page in sorted(data_set.rglob("README.md"))],
     ids=str,
 )
 def test_every_published_card_is_read_in_a_few_minutes(page: Path) -> None:

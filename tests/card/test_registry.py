@@ -124,8 +124,8 @@ def test_an_entry_says_what_the_statement_says() -> None:
     assert (basic["data_product_sector"], basic["data_product_region"]) == ("Healthcare", "Bavaria")
     assert loss["privacy_parameters"] == {"epsilon": EPSILON, "delta": 1e-05}
     text = " ".join(reworded(leaf, "", "") for leaf in leaves(made).values())
-    for said in SAID.values():
-        assert said in text
+    for value in SAID.values():
+        assert value in text
     assert text.count(ABSENT) == 5  # tuning, preparation of the data, their readers, contact, who wrote the entry
     assert "4.25" in made["deployment"]["accounting"]["composition"]
 

@@ -67,8 +67,8 @@ def moved(engine: StepEngine) -> None:
 
 
 def other_version() -> None:
-    found = processes.versions
-    processes.versions = lambda: found() | {"peft": "0.0.1"}  # type: ignore[assignment]
+    result = processes.versions
+    processes.versions = lambda: result() | {"peft": "0.0.1"}  # type: ignore[assignment]
 
 
 def other_processor() -> None:

@@ -154,11 +154,11 @@ def after_a_failure(net: Any, batches: list[Pass]) -> torch.Tensor:
 
 def refusals(folder: Path, rank: int) -> dict[str, str]:
     """What two ranks with different weights are told, and those whose model looks up its embedding from elsewhere."""
-    told = {}
+    results = {}
     try:
         loading.build(tm.recipe(model={"name_or_path": str(folder / ("other" if rank else "llama"))}), tm.CPU)
     except ConfigError as error:
-        told["different"] = str(error)
+        results["different"] = str(error)
     os.environ["ACCELERATE_USE_FSDP"] = "false"
     net = loading.build(tm.recipe(model={"name_or_path": str(folder / "llama")}), tm.CPU)
     os.environ["ACCELERATE_USE_FSDP"] = "true"
@@ -167,8 +167,8 @@ def refusals(folder: Path, rank: int) -> dict[str, str]:
     try:
         sharding.shard(net, adapters.blocks(net)[0], tm.CPU)
     except Refused as error:
-        told["outside"] = str(error)
-    return told
+        results["outside"] = str(error)
+    return results
 
 
 def facts(net: Any) -> dict[str, Any]:
@@ -198,8 +198,8 @@ def held_out(net: Any, rank: int, world: int) -> tuple[float, float, int]:
     """Of three sequences one at a time: rank 1 of two has fewer. And of one alone, of which rank 1 has nothing."""
     rows = [TokenSequence(tuple(range(3, 3 + n)), (False,) + (True,) * (n - 1), n - 1) for n in (9, 4, 13)]
     alone = evaluate.held_out_loss(net, rows[:1], 1, tm.CPU, contextlib.nullcontext, rank, world)
-    found = evaluate.held_out_loss(net, rows, 1, tm.CPU, contextlib.nullcontext, rank, world)
-    return (found.loss, alone.loss, found.tokens)
+    result = evaluate.held_out_loss(net, rows, 1, tm.CPU, contextlib.nullcontext, rank, world)
+    return (result.loss, alone.loss, result.tokens)
 
 
 class Unsaved(types.SimpleNamespace):
@@ -224,18 +224,18 @@ def compare(family: str, adapter: dict[str, Any], checkpointing: str | None, ran
 
 
 def families(rank: int) -> dict[str, tuple[float, float]]:
-    found = {}
+    results = {}
     for index, family in enumerate(family for family in tiny.FAMILIES if family != "phimoe"):  # whose router draws
         sparse = {"target_modules": ["q_proj", "v_proj"]} if family == "mixtral" else {}
         checkpointing = "non-reentrant" if index % 2 else None
-        found[f"{family} {checkpointing}"] = compare(family, {**tm.LORA, **sparse}, checkpointing, rank)
+        results[f"{family} {checkpointing}"] = compare(family, {**tm.LORA, **sparse}, checkpointing, rank)
     for changes in (
         {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
         {"modules_to_save": ["embed_tokens", "norm"]},
         {"modules_to_save": ["lm_head", "input_layernorm"]},
     ):
-        found[f"llama {changes}"] = compare("llama", {**tm.LORA, **changes}, None, rank)
-    return found
+        results[f"llama {changes}"] = compare("llama", {**tm.LORA, **changes}, None, rank)
+    return results
 
 
 def work(rank: int, world: int, folder: Path, everything: bool = False) -> None:

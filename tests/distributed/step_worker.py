@@ -38,32 +38,32 @@ def steps(rank: int, world: int) -> Results:
     if rank == 0:  # as in a run, where rank 0 holds the gradient canaries
         engine.canaries = GradientCanaries(5, (True, False, True), engine.size, "flat", torch.device("cpu"))
     sampler = PoissonSampler(promise.schedule, len(slots), entropy=77)
-    found: Results = {}
+    results: Results = {}
     for step in range(STEPS):
         mine = passes_of(sampler.draw(), slots, PACKING, 0, rank, world)
         sum_P, diagnostics = engine.clipped_sum(mine, [0, 1, 2] if rank == 0 else [])
-        found[f"sum{step}"], found[f"units{step}"] = sum_P, torch.tensor(diagnostics.units)
-        found[f"batches{step}"] = torch.tensor(len(mine))
+        results[f"sum{step}"], results[f"units{step}"] = sum_P, torch.tensor(diagnostics.units)
+        results[f"batches{step}"] = torch.tensor(len(mine))
         released_P = engine._release(sum_P.clone())
-        found[f"released{step}"] = released_P
+        results[f"released{step}"] = released_P
         if engine.projections is not None:
-            found[f"projections{step}"] = engine.projections
+            results[f"projections{step}"] = engine.projections
         engine._apply(released_P)
-    found["weights"] = torch.cat([p.detach().flatten() for p in engine.parameters.values()])
-    return found
+    results["weights"] = torch.cat([p.detach().flatten() for p in engine.parameters.values()])
+    return results
 
 
 def few(rank: int, world: int) -> Results:
     """Batches with fewer units than ranks: the share of some, or of all, is empty."""
     promise, slots = tm.plan(C, SIGMA, tm.schedule(24, 12, STEPS)), ragged()
     engine = tm.make_engine(tm.build("llama"), promise, tokens=32, longest=16, noise_entropy=55)
-    found: Results = {}
+    results: Results = {}
     for name, drawn in {"one": [6], "none": [], "empty_slot": [3]}.items():
         mine = passes_of(drawn, slots, PACKING, 0, rank, world)
-        found[f"{name}_sum"] = engine.clipped_sum(mine)[0]
-        found[f"{name}_batches"] = torch.tensor(len(mine))
-        found[f"{name}_released"] = engine._release(found[f"{name}_sum"].clone())
-    return found
+        results[f"{name}_sum"] = engine.clipped_sum(mine)[0]
+        results[f"{name}_batches"] = torch.tensor(len(mine))
+        results[f"{name}_released"] = engine._release(results[f"{name}_sum"].clone())
+    return results
 
 
 def noise(rank: int, world: int) -> Results:
@@ -111,8 +111,8 @@ def work(rank: int, world: int, folder: str) -> None:
     if world > 1:
         rendezvous = f"file://{folder}/rendezvous{world}"
         distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
-    found = {job.__name__: job(rank, world) for job in (steps, few, noise, banded_noise, masks)}
-    torch.save(found, f"{folder}/world{world}_rank{rank}.pt")
+    results = {job.__name__: job(rank, world) for job in (steps, few, noise, banded_noise, masks)}
+    torch.save(results, f"{folder}/world{world}_rank{rank}.pt")
     if world > 1:
         distributed.barrier()
         distributed.destroy_process_group()

@@ -61,13 +61,13 @@ def failed(once: Once, full: bool) -> Path:
 
 
 def codes(folder: Path, name: str) -> list[int]:
-    found: list[int] = json.loads((folder / f"{name}.json").read_text())["codes"]
-    return found
+    report: list[int] = json.loads((folder / f"{name}.json").read_text())["codes"]
+    return report
 
 
 def record(folder: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / name / "run" / "run.json").read_text())
-    return found
+    report: dict[str, Any] = json.loads((folder / name / "run" / "run.json").read_text())
+    return report
 
 
 def charged(folder: Path, name: str) -> list[tuple[int, str]]:
@@ -129,9 +129,9 @@ def test_a_killed_process_ends_the_run_with_its_steps_charged_and_one_goes_on(en
     assert codes(ended, "killed") == [1, -9]
     assert "ended without a message" in (ended / "killed.0.err").read_text()
     assert codes(ended, "resumed_on_1") == [0], (ended / "resumed_on_1.0.err").read_text()
-    found = record(ended, "killed")
-    assert found["status"] == "completed"
-    assert any("1 charged step" in note for note in found["resumes"]), found  # step 3, which no checkpoint has
+    result = record(ended, "killed")
+    assert result["status"] == "completed"
+    assert any("1 charged step" in note for note in result["resumes"]), result  # step 3, which no checkpoint has
     assert charged(ended, "killed") == [(STEPS, "completed")]
 
 
@@ -172,9 +172,9 @@ def test_a_sharded_run_with_banded_noise_goes_on_with_empty_buffers_and_its_card
     assert json.loads((place / "private" / "groups.json").read_text())["starts"] == [0, 3]
     for command in ("audit", "card", "verify"):
         assert cli.main([command, str(place)]) == 0
-    found = json.loads((place / "export" / "privacy.json").read_text())
-    assert (found["guarantee"], found["plan"]["mechanism"]) == (True, "dp-bandmf")
-    audit = found["audit"]["gradient"]
+    report = json.loads((place / "export" / "privacy.json").read_text())
+    assert (report["guarantee"], report["plan"]["mechanism"]) == (True, "dp-bandmf")
+    audit = report["audit"]["gradient"]
     assert audit["steps"] == BANDED_STEPS
     low, high = audit["noise_interval"]  # of 95%: four standard errors, and twice as many are never seen
     assert abs(audit["noise"] - audit["noise_planned"]) < 2 * (high - low)
@@ -193,9 +193,9 @@ def test_one_message_all_processes_end_and_the_ledger_tells_the_truth(failed: Pa
     if name.startswith("rounds_") and torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("an older processor is played on one with AVX-512")
     code, words = FAILED[name]
-    found = json.loads((failed / f"{name}.json").read_text())
-    assert set(found["codes"]) == {code}
-    assert found["seconds"] < 80  # 90 is where a process that hangs is killed
+    report = json.loads((failed / f"{name}.json").read_text())
+    assert set(report["codes"]) == {code}
+    assert report["seconds"] < 80  # 90 is where a process that hangs is killed
     said = [path.read_text() for path in sorted(failed.glob(f"{name}.*.err"))]
     assert said[0].count("dpllm train:") == 1, said[0]
     assert words in said[0]

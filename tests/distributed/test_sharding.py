@@ -185,7 +185,7 @@ def test_a_launched_run_exports_what_two_whole_models_do(tmp_path: Path) -> None
     launch = (ROOT / "recipes" / "accelerate" / "gpu_fsdp2.yaml").read_text()
     sharded = launch.replace("num_processes: 4", "num_processes: 2")
     whole = sharded[: sharded.index("fsdp_config:")].replace("distributed_type: FSDP", "distributed_type: MULTI_GPU")
-    found = []
+    outcomes = []
     for name, text in (("sharded", sharded), ("whole", whole)):
         (tmp_path / f"{name}.yaml").write_text(text)
         keys = {
@@ -198,7 +198,7 @@ def test_a_launched_run_exports_what_two_whole_models_do(tmp_path: Path) -> None
         }
         overrides = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
         run_program(*LAUNCH, tmp_path / f"{name}.yaml", "recipes/train.py", "recipes/smoke/clinic.yaml", *overrides)
-        found.append(load_file(tmp_path / name / "export" / "adapter_model.safetensors"))
-    assert found[0].keys() == found[1].keys()
-    for key, tensor in found[0].items():
-        torch.testing.assert_close(tensor, found[1][key], rtol=1e-4, atol=1e-6)
+        outcomes.append(load_file(tmp_path / name / "export" / "adapter_model.safetensors"))
+    assert outcomes[0].keys() == outcomes[1].keys()
+    for key, tensor in outcomes[0].items():
+        torch.testing.assert_close(tensor, outcomes[1][key], rtol=1e-4, atol=1e-6)

@@ -46,9 +46,9 @@ def test_real_rows_are_scored_in_private(copy: Place) -> None:
     published = contents(copy.run / "export")
     answer = done("audit", copy.run, "--members")
     assert SENTINEL not in answer.out
-    found = copy.json("private/audit_members.json")
-    assert found["word"] in ("membership inference", "distribution shift")
-    assert "not covered" in found["note"]
+    report = copy.json("private/audit_members.json")
+    assert report["word"] in ("membership inference", "distribution shift")
+    assert "not covered" in report["note"]
     assert contents(copy.run / "export") == published
 
 
@@ -204,10 +204,10 @@ def test_what_training_fixed_has_to_be_there(copy: Place) -> None:
 
 
 def test_shadows_stand_in_the_report(copy: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"shadows": 2, "attacks": {}, "many_runs": {"value": None}}
+    results = {"shadows": 2, "attacks": {}, "many_runs": {"value": None}}
     monkeypatch.setattr(shadows, "train_shadows", lambda *_: ("one", "two"))
     monkeypatch.setattr(shadows, "score_shadows", lambda *_: None)
-    monkeypatch.setattr(shadows, "summarise_shadows", lambda *_, **__: found)
+    monkeypatch.setattr(shadows, "summarise_shadows", lambda *_, **__: results)
     answer = done("audit", copy.run, "--shadows", "2")
     assert "lira" in answer.out
-    assert copy.json("export/audit/audit.json")["shadows"] == found
+    assert copy.json("export/audit/audit.json")["shadows"] == results

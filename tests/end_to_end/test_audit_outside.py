@@ -41,7 +41,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
         for n in range(56)
     ]
     rows = [f"{draw.choice(tiny.NAMES)} owes {draw.randrange(10**6)}." for _ in range(120)]
-    texts = rows[:60] + [f"{one['carrier']} {one['secret']}" for one in canaries if one["inserted"]]
+    texts = rows[:60] + [f"{canary['carrier']} {canary['secret']}" for canary in canaries if canary["inserted"]]
     base = str(builtin.path("builtin:tiny"))
     tokenizer = AutoTokenizer.from_pretrained(base)
     torch.manual_seed(0)
@@ -78,13 +78,13 @@ def test_a_claim_that_the_canaries_refute_is_falsified(stranger: Stranger, tmp_p
     assert report["canaries"]["groups"] == {"1": {"candidates": 56, "inserted": 18}}
     assert report["model"]["base"] == "builtin:tiny"
     written = json.dumps(report)
-    assert not any(one[key] in written for one in stranger.canaries for key in ("secret", "carrier"))
+    assert not any(canary[key] in written for canary in stranger.canaries for key in ("secret", "carrier"))
 
 
 @pytest.mark.parametrize("seed", [3, 4])
 def test_coins_that_had_no_part_in_training_refute_nothing(stranger: Stranger, tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
-    fresh = [{**one, "inserted": draw.random() < 0.5} for one in stranger.canaries]
+    fresh = [{**canary, "inserted": draw.random() < 0.5} for canary in stranger.canaries]
     path = manifest(tmp_path / "m.jsonl", fresh, {"coins": "independent"})
     report = audit_outside(stranger.adapter, path, claim=CLAIM).to_json()
     assert report["verdict"] == "inconclusive"

@@ -43,9 +43,9 @@ def banded_run(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: 
 
 
 def test_the_card_of_a_run_verifies_and_says_how(banded_run: Place) -> None:
-    found = done("verify", banded_run.run).out
-    assert "0 failed" in found
-    assert "of groups in turn, with banded noise" in found
+    output = done("verify", banded_run.run).out
+    assert "0 failed" in output
+    assert "of groups in turn, with banded noise" in output
     block = banded_run.json("export/privacy.json")
     plan = block["plan"]
     assert (block["guarantee"], plan["mechanism"]) == (True, "dp-bandmf")
@@ -110,9 +110,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             seen["attempts"].append([])
 
     def drawn(self: PoissonSampler) -> list[int]:
-        found = draw(self)
-        seen["drawn"].append((self._step - 1, found))
-        return found
+        result = draw(self)
+        seen["drawn"].append((self._step - 1, result))
+        return result
 
     def added(self: BandedNoise, sum_P: torch.Tensor, scale: float) -> None:
         seen["attempts"][-1].append(len(self._past))
@@ -154,10 +154,10 @@ def test_a_run_that_lost_steps_goes_on_in_turn_with_empty_buffers(
     done("audit", place.run)
     done("card", place.run)
     assert "0 failed" in done("verify", place.run).out
-    found = place.json("export/privacy.json")["audit"]["gradient"]
-    assert found["steps"] == STEPS - 1  # the one that failed released nothing
-    low, high = found["noise_interval"]  # of 95%: four standard errors, and twice as many are never seen
-    assert abs(found["noise"] - found["noise_planned"]) < 2 * (high - low)
+    report = place.json("export/privacy.json")["audit"]["gradient"]
+    assert report["steps"] == STEPS - 1  # the one that failed released nothing
+    low, high = report["noise_interval"]  # of 95%: four standard errors, and twice as many are never seen
+    assert abs(report["noise"] - report["noise_planned"]) < 2 * (high - low)
 
 
 def edited(path: Path, **changes: Any) -> None:

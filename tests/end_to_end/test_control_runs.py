@@ -62,10 +62,10 @@ def finished(stopped: Place) -> Place:
 
 
 def test_the_joint_distribution_is_released_by_the_names_that_are_asked_for(stopped: Place) -> None:
-    (found,) = json.loads((stopped.root / "describe.json").read_text("utf-8"))["releases"]
-    assert found["statistic"] == layouts.shares_of(CODES)
-    assert set(found["value"]) == {"home;old", "home;young", "clinic;old", "clinic;young", "other"}
-    assert abs(sum(found["value"].values()) - 40) <= 10 * found["error_95"]  # noise of OpenDP's own
+    (record,) = json.loads((stopped.root / "describe.json").read_text("utf-8"))["releases"]
+    assert record["statistic"] == layouts.shares_of(CODES)
+    assert set(record["value"]) == {"home;old", "home;young", "clinic;old", "clinic;young", "other"}
+    assert abs(sum(record["value"].values()) - 40) <= 10 * record["error_95"]  # noise of OpenDP's own
 
 
 def test_held_out_loss_is_that_of_the_texts_behind_their_lines(finished: Place) -> None:
@@ -80,8 +80,8 @@ def test_held_out_loss_is_that_of_the_texts_behind_their_lines(finished: Place) 
 def test_the_run_is_audited_published_and_verified(finished: Place) -> None:
     done("audit", finished.run)
     done("card", finished.run, "--describe", finished.root / "describe.json")
-    found = verify(finished.run)
-    assert not found.failed, [check for check in found.checks if check.status == "failed"]
+    verification = verify(finished.run)
+    assert not verification.failed, [check for check in verification.checks if check.status == "failed"]
     saved = load_config(finished.run / "config.yaml").data
     assert (saved.control, saved.format) == (CODES, "text")
     assert "shares of visit;age" in (finished.run / "export" / "README.md").read_text("utf-8")

@@ -32,9 +32,9 @@ def export(shown: Place, tmp_path: Path) -> Path:
 
 
 def test_the_card_of_a_described_run_verifies(shown: Place) -> None:
-    found = verify(shown.run)
-    assert not found.failed, [check for check in found.checks if check.status == "failed"]
-    names = {check.name for check in found.checks if check.status == "verified"}
+    verification = verify(shown.run)
+    assert not verification.failed, [check for check in verification.checks if check.status == "failed"]
+    names = {check.name for check in verification.checks if check.status == "verified"}
     assert {"statistics", "ledger: statistics", "ledger", "run"} <= names
     block = read(shown.run / "export")
     parts = block["statistics"]

@@ -103,16 +103,16 @@ def test_a_run_starts_with_the_weights_of_the_adapter_and_states_what_both_cost(
     assert any(bool(value.any()) for name, value in saved.items() if ".lora_B." in name)
     done("train", started.recipe)
     block = json.loads((folder / "privacy.json").read_text("utf-8"))
-    found, own = started.json("run.json")["lineage"], started.json("plan.json")["epsilon"]
-    assert (found["base"]["name"], found["base"]["adapter"]) == ("start/export", True)
-    assert found["base"]["entry"] == block["composed"]["entry"]
-    assert found["base"]["files_digest"] == digest(block["files"])
-    assert own < found["composed"]["epsilon"] <= own + block["plan"]["epsilon"]
+    report, own = started.json("run.json")["lineage"], started.json("plan.json")["epsilon"]
+    assert (report["base"]["name"], report["base"]["adapter"]) == ("start/export", True)
+    assert report["base"]["entry"] == block["composed"]["entry"]
+    assert report["base"]["files_digest"] == digest(block["files"])
+    assert own < report["composed"]["epsilon"] <= own + block["plan"]["epsilon"]
     done("card", started.run)
     done("verify", started.run / "export")
     text = (started.run / "export" / "README.md").read_text("utf-8")
     assert "| Adapter that training started from: `start/export`" in text
-    assert found["base"]["files_digest"] in text
+    assert report["base"]["files_digest"] in text
     assert "its own privacy statement" not in text  # of the base model, which has none
     # A third generation: the first one's adapter is needed no more.
     shutil.rmtree(started.root / "start")
@@ -120,8 +120,8 @@ def test_a_run_starts_with_the_weights_of_the_adapter_and_states_what_both_cost(
     third = ("--model.adapter", started.run / "export", "--output_dir", started.root / "third")
     done("train", started.recipe, *third)
     record = json.loads((started.root / "third" / "run.json").read_text("utf-8"))
-    assert [one["adapter"] for one in (record["lineage"]["base"], *record["lineage"]["ancestors"])] == [True, True]
-    assert record["lineage"]["composed"]["epsilon"] > found["composed"]["epsilon"]
+    assert [item["adapter"] for item in (record["lineage"]["base"], *record["lineage"]["ancestors"])] == [True, True]
+    assert record["lineage"]["composed"]["epsilon"] > report["composed"]["epsilon"]
 
 
 def test_an_adapter_without_a_statement_is_of_unknown_data(started: Place) -> None:
@@ -213,10 +213,10 @@ def test_weights_exchanged_after_they_were_judged_are_refused(
         disown(started)
     build, before = loading.build, charged(started)
 
-    def exchange(*given: Any) -> Any:
+    def exchange(*arguments: Any) -> Any:
         weights = folder / "adapter_model.safetensors"
         save_file({name: value + 0.25 for name, value in load_file(weights).items()}, weights)
-        return build(*given)
+        return build(*arguments)
 
     monkeypatch.setattr(loading, "build", exchange)
     assert "its weights changed while the run was starting" in refusal(started, commands=("train",))
@@ -224,8 +224,8 @@ def test_weights_exchanged_after_they_were_judged_are_refused(
 
 
 def test_an_adapter_of_other_layers_is_refused(started: Place) -> None:
-    said = refusal(started, "--adapter.target_modules", "[q_proj, v_proj]", commands=("train",))
-    assert "--adapter.target_modules '[down_proj, gate_proj, k_proj" in said
+    message = refusal(started, "--adapter.target_modules", "[q_proj, v_proj]", commands=("train",))
+    assert "--adapter.target_modules '[down_proj, gate_proj, k_proj" in message
 
 
 def test_changed_weights_and_pickle_are_refused(started: Place) -> None:

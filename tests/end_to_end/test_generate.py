@@ -78,9 +78,9 @@ def test_the_adapter_is_what_writes(finished: Place) -> None:
 def test_prompts_of_a_file_are_continued_in_order(finished: Place, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "Anna"}\n"Bodil"\n\n{"messages": [{"role": "user", "content": "Who?"}]}\n')
-    found = samples(finished.run, "--prompts", path, "--seed", 2)
-    assert [sample["number"] for sample in found] == [0] * 3 + [1] * 3 + [2] * 3
-    assert found[0]["prompt"] == "Anna"
+    result = samples(finished.run, "--prompts", path, "--seed", 2)
+    assert [sample["number"] for sample in result] == [0] * 3 + [1] * 3 + [2] * 3
+    assert result[0]["prompt"] == "Anna"
     plain = done("generate", finished.run, "--prompts", path, "--seed", 2, *FEW).out
     assert plain.count("--- prompt 2, sample") == 3
 
@@ -91,8 +91,8 @@ def test_many_prompts_at_a_time_give_the_texts_of_each_alone(finished: Place) ->
     settings = {"temperature": 0.0, "max_new_tokens": 12}
     together = generate.sample(loaded, asked, 2, **settings)
     alone = [generate.sample(loaded, [prompt], 1, **settings)[0].text for prompt in asked]
-    assert [one.text for one in together] == [text for text in alone for _ in range(2)]
-    assert [one.prompt for one in together] == [prompt for prompt in asked for _ in range(2)]
+    assert [item.text for item in together] == [text for text in alone for _ in range(2)]
+    assert [item.prompt for item in together] == [prompt for prompt in asked for _ in range(2)]
     assert len(set(alone)) > 1
 
 
@@ -109,15 +109,15 @@ def test_a_chat_model_gets_its_template(finished: Place, talker: Path) -> None:
 
 def test_what_it_says_about_privacy(finished: Place, baseline: Place, merged: Path, tmp_path: Path) -> None:
     for place in (finished.run, merged):
-        said = done("generate", place, *FEW).err
-        assert said.count("\n") == 1
-        assert "post-processing" in said
-        assert "prompt is not covered" in said
-    said = done("generate", baseline.run, *FEW).err
-    assert said.count("\n") == 1
-    assert "no differential privacy guarantee" in said
-    assert "may repeat training text" in said
-    assert "post-processing" not in said
+        errors = done("generate", place, *FEW).err
+        assert errors.count("\n") == 1
+        assert "post-processing" in errors
+        assert "prompt is not covered" in errors
+    errors = done("generate", baseline.run, *FEW).err
+    assert errors.count("\n") == 1
+    assert "no differential privacy guarantee" in errors
+    assert "may repeat training text" in errors
+    assert "post-processing" not in errors
     shutil.copytree(merged, tmp_path / "stranger")
     (tmp_path / "stranger" / "privacy.json").unlink()
     assert "no privacy statement lies beside it" in done("generate", tmp_path / "stranger", *FEW).err

@@ -67,12 +67,12 @@ def test_what_each_step_showed_is_kept_in_private_and_scores_are_published(plant
 
 def test_the_card_says_what_they_show_and_what_they_do_not(planted: Place) -> None:
     card = (planted.run / "export" / "README.md").read_text("utf-8")
-    found = planted.json("export/privacy.json")["audit"]["gradient"]
-    assert f"noise of {found['noise']:.3f} C (" in card
-    assert f"where {found['noise_planned']:.3f} C was planned;" in card
+    record = planted.json("export/privacy.json")["audit"]["gradient"]
+    assert f"noise of {record['noise']:.3f} C (" in card
+    assert f"where {record['noise_planned']:.3f} C was planned;" in card
     assert "An observer of the noised sums of 6 steps" in card
     assert "whoever holds only the weights sees less" in card
-    held = found["weights"]
+    held = record["weights"]
     assert f"Expected to be visible in the final weights is ε {held['expected_epsilon']:.2f}" in card
     assert held["expected_epsilon"] < planted.json("plan.json")["epsilon"]
 
@@ -108,7 +108,7 @@ def edited(planted: Place, folder: Path, **columns: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "message"),
     [
         ({"squares": lambda column: column * 1.3}, "gradient"),
         ({"score": "0.25"}, "something other than numbers"),
@@ -121,10 +121,10 @@ def edited(planted: Place, folder: Path, **columns: Any) -> Path:
     ],
     ids=["an edit", "text", "the weights", "a column more", "lists", "steps", "pairs", "both"],
 )
-def test_verify_sees_a_table_that_was_edited(planted: Place, tmp_path: Path, columns: Json, said: str) -> None:
+def test_verify_sees_a_table_that_was_edited(planted: Place, tmp_path: Path, columns: Json, message: str) -> None:
     answer = dpllm_("verify", edited(planted, tmp_path, **columns) / "export", "--json")
     assert answer.code == 4
-    assert said in answer.out
+    assert message in answer.out
 
 
 def test_verify_computes_no_table_again_for_more_steps_than_it_can(planted: Place, tmp_path: Path) -> None:
@@ -146,23 +146,23 @@ def test_verify_computes_them_again_and_misses_a_table_that_is_gone(planted: Pla
 
 def test_other_coins_than_the_run_committed_to_are_seen_beside_it(planted: Place, tmp_path: Path) -> None:
     answer = dpllm_("verify", edited(planted, tmp_path, inserted=np.logical_not), "--json")
-    failed = {one["name"] for one in json.loads(answer.out)["checks"] if one["status"] == "failed"}
+    failed = {check["name"] for check in json.loads(answer.out)["checks"] if check["status"] == "failed"}
     assert "audit: canaries" in failed
 
 
 def test_a_run_that_was_not_edited_has_the_canaries_that_it_committed_to(planted: Place) -> None:
-    found = json.loads(dpllm_("verify", planted.run, "--json").out)
-    assert "verified" in {one["status"] for one in found["checks"] if one["name"] == "audit: canaries"}
+    record = json.loads(dpllm_("verify", planted.run, "--json").out)
+    assert "verified" in {check["status"] for check in record["checks"] if check["name"] == "audit: canaries"}
 
 
 @pytest.mark.parametrize("damage", ["all missing", "shorter", "no file"])
 def test_projections_that_are_not_those_of_the_run_are_refused(planted: Place, tmp_path: Path, damage: str) -> None:
     run = RunDir(shutil.copytree(planted.run, tmp_path / "run"))
-    found = np.load(run.projections)
+    result = np.load(run.projections)
     if damage == "no file":
         run.projections.unlink()
     else:
-        np.save(run.projections, found[:-1] if damage == "shorter" else np.full_like(found, np.nan))
+        np.save(run.projections, result[:-1] if damage == "shorter" else np.full_like(result, np.nan))
     answer = dpllm_("audit", run.root)
     assert answer.code == 2
     assert "gradient_canaries.npy" in answer.err
@@ -228,12 +228,12 @@ def test_half_the_noise_is_falsified_by_what_is_measured_alone(
     place.write({**SETTINGS, "audit.gradient_canaries": 200, "train.steps": 8})
     done("train", place.recipe)
     answer = dpllm_("audit", place.run)
-    found = json.loads((place.run / "export" / "audit" / "audit.json").read_text())
-    assert found["gradient"]["noise_refuted"] == (noise < 1)
+    record = json.loads((place.run / "export" / "audit" / "audit.json").read_text())
+    assert record["gradient"]["noise_refuted"] == (noise < 1)
     assert answer.code == (4 if noise < 1 else 0)
     if noise < 1:
-        assert found["verdict"] == "falsified"
-        assert "too little was added, or the same twice" in found["verdict_reason"]
+        assert record["verdict"] == "falsified"
+        assert "too little was added, or the same twice" in record["verdict_reason"]
         assert dpllm_("card", place.run).code in (0, 4)
         assert "falsified" in (place.run / "export" / "README.md").read_text("utf-8")
 
@@ -254,11 +254,11 @@ def test_without_canaries_of_text_the_mechanism_is_audited_and_the_weights_hold_
     plan = canaries.load(RunDir(alone.run).canaries)
     assert plan.canaries == ()
     assert alone.json("plan.json")["canary_slots"] == CANARIES
-    found = alone.json("export/privacy.json")["audit"]
-    assert (found["attacks"], found["exposure"], found["extraction"]) == ({}, {}, {})
-    assert found["gradient"]["canaries"] == CANARIES
-    assert found["verdict"] in {"consistent", "inconclusive"}
-    assert "nothing was asked of the weights" in found["verdict_reason"]
+    record = alone.json("export/privacy.json")["audit"]
+    assert (record["attacks"], record["exposure"], record["extraction"]) == ({}, {}, {})
+    assert record["gradient"]["canaries"] == CANARIES
+    assert record["verdict"] in {"consistent", "inconclusive"}
+    assert "nothing was asked of the weights" in record["verdict_reason"]
     card = (alone.run / "export" / "README.md").read_text("utf-8")
     assert "No canary of text was planted" in card
     assert "| Lower bound on ε |" not in card

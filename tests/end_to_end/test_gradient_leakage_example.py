@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.full, pytest.mark.usefixtures("one_thread")]
 
 def test_only_noise_protects(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     example = runpy.run_path(str(PATH))
-    found = example["attack"](seed)
-    assert found["raw"] == found["clipped"] == (1.0, 1.0)
-    auc, recall = found["released"]
+    result = example["attack"](seed)
+    assert result["raw"] == result["clipped"] == (1.0, 1.0)
+    auc, recall = result["released"]
     # The engine's noise is the operating system's. Of 42 tokens among 1,024, pure noise finds 4.8% +- 3.4%, at an AUC of
     # 0.497 +- 0.079 (1,500 draws of Gaussian rows): 15 of the 42 have a probability of 1e-9.
     assert abs(auc - 0.5) < 6 * 0.079

@@ -30,9 +30,9 @@ def place(tmp_path: Path, base: Path) -> Place:
 
 
 def test_rows_are_written_charged_and_verified(place: Place) -> None:
-    said = done(*place.words()).out
+    output = done(*place.words()).out
     record, (run,) = place.record(), place.runs()
-    assert f"{record['rows']} rows of {record['texts']} texts drawn" in said
+    assert f"{record['rows']} rows of {record['texts']} texts drawn" in output
     assert record["rows"] == ROWS
     assert run.state == "completed"
     assert run.event.to_json() == record["event"]
@@ -48,9 +48,9 @@ def test_rows_are_written_charged_and_verified(place: Place) -> None:
 
 
 def test_what_is_planned_spends_nothing(place: Place) -> None:
-    said = json.loads(done(*place.words("--dry-run", "--json")).out)
-    assert said["texts"] == 40 // said["batch_size"]
-    assert said["epsilon"] <= 8
+    record = json.loads(done(*place.words("--dry-run", "--json")).out)
+    assert record["texts"] == 40 // record["batch_size"]
+    assert record["epsilon"] <= 8
     assert not place.ledger.exists()
     assert not place.output.exists()
 
@@ -112,7 +112,7 @@ def test_batches_are_disjoint_and_follow_slots_or_coins(place: Place, monkeypatc
     )
     place.ledger = place.root / "coins.sqlite"
     assert place.runs()[-1].reservation.relation == "add_or_remove_one"
-    drawn = [one for batch in seen for one in batch]
+    drawn = [item for batch in seen for item in batch]
     assert sorted(drawn) == sorted(rows)  # 45 // 8 texts, and each unit in one of them
     assert len({len(batch) for batch in seen}) > 1
 
@@ -146,7 +146,7 @@ def test_a_crash_keeps_what_was_drawn_and_what_it_lost_counts(place: Place, draw
         patch.setattr(inference._Job, "_next", lambda self, text, make: calls.append(text) or real(self, text, make))
         patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # so that the draws can be read
         done(*place.words())
-    assert [one.reservation.entry for one in place.runs()] == [run.reservation.entry]
+    assert [item.reservation.entry for item in place.runs()] == [run.reservation.entry]
     lines = place.draft().read_bytes().splitlines()
     whole = before[: before.rfind(b"\n")].splitlines()
     assert lines[: len(whole)] == whole
@@ -172,7 +172,7 @@ def test_other_settings_do_not_go_on_with_paid_draws(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (("--rows", 41), "no more rows than there are units"),
         (("--epsilon", 1e-9), "gives no guarantee"),
@@ -189,10 +189,12 @@ def test_other_settings_do_not_go_on_with_paid_draws(place: Place) -> None:
         (("--model.adapter", "somewhere"), "nothing trains here"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_spent(place: Place, more: tuple[object, ...], said: str) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_spent(
+    place: Place, more: tuple[object, ...], message: str
+) -> None:
     answer = dpllm_(*place.words(*more))
     assert answer.code == 2
-    assert said in answer.err
+    assert message in answer.err
     assert not place.ledger.exists() or not place.runs()
 
 
@@ -211,7 +213,7 @@ def test_a_budget_is_asked_first(place: Place) -> None:
 def test_texts_may_be_final(place: Place) -> None:
     done("ledger", "init", "notes", "--epsilon", 9, "--delta", 1e-3, "--ledger", place.ledger, *WHO)
     done(*place.words("--final"))
-    assert [one.reservation.final for one in place.runs()] == [True]
+    assert [item.reservation.final for item in place.runs()] == [True]
     assert "closed for good" in dpllm_(*place.words("--output", place.root / "again")).err
 
 
@@ -275,8 +277,8 @@ def test_rows_that_cannot_be_read_are_refused_while_that_is_free(place: Place) -
 def test_8_bit_products_that_couple_rows_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     load = loading.load_base
 
-    def quantised(*given: Any) -> Any:
-        model = load(*given)
+    def quantised(*arguments: Any) -> Any:
+        model = load(*arguments)
         model.config.quantization_config = Mock(load_in_8bit=True, llm_int8_threshold=6.0)
         return model
 
@@ -306,11 +308,11 @@ def test_shares_of_another_account_are_refused(place: Place, change: str) -> Non
     shares = place.root / "describe.json"
     asked = ("--epsilon", 2, "--shares", "visit=home,ward", "--output", shares, "--ledger", place.ledger)
     done("describe", place.data, *asked, "--dataset", "notes")
-    told = json.loads(shares.read_text("utf-8"))
-    told |= {"unit": {"unit": "owner"}, "dataset": {"dataset": "other"}}.get(change, {})
+    record = json.loads(shares.read_text("utf-8"))
+    record |= {"unit": {"unit": "owner"}, "dataset": {"dataset": "other"}}.get(change, {})
     if change == "entry":
-        told["releases"][0]["entry"] = "0123456789abcdef"
-    shares.write_text(json.dumps(told), encoding="utf-8")
+        record["releases"][0]["entry"] = "0123456789abcdef"
+    shares.write_text(json.dumps(record), encoding="utf-8")
     assert "that the ledger knows of" in dpllm_(*place.words("--data.control", "[visit]", "--describe", shares)).err
     assert len(place.runs()) == 1
     assert "the two belong together" in dpllm_(*place.words("--describe", shares)).err

@@ -24,9 +24,9 @@ def test_before_anything_is_paid_records_are_read_alone_where_the_end_of_a_text_
     made: list[Reader] = []
     start, pay, heights = Reader.__init__, inference._Job.pay, list[int]()
 
-    def starting(self: Reader, model: Any, width: int, *given: Any, **named: Any) -> None:
+    def starting(self: Reader, model: Any, width: int, *arguments: Any, **named: Any) -> None:
         made.append(self)
-        start(self, model, width, *given, **named)
+        start(self, model, width, *arguments, **named)
 
     def paying(self: Any, path: Path) -> None:
         heights.append(self.reader.height)

@@ -86,33 +86,34 @@ def test_python_writes_what_the_command_writes(place: Place, kind: str) -> None:
     recipe: Json = {"model": {"name_or_path": str(place.base)}, "data": {"train": str(place.data)}}
     recipe |= {"train": {"steps": 1}, "output_dir": str(place.root / "none")}
     source, more = {"data": (place.data, model), "recipe": (recipe, {}), "rows": (rows, model)}[kind]
-    given: Json = {
+    settings: Json = {
         "epsilon": 8,
         "max_new_tokens": TOKENS,
         "keep_unfinished": True,
         "data.max_length": 24,
         "unit": "owner",
     }
-    given |= {"max_examples_per_unit": 2, "dataset": "notes", "ledger": str(place.ledger), **more}
+    settings |= {"max_examples_per_unit": 2, "dataset": "notes", "ledger": str(place.ledger), **more}
     assert (
-        dpllm.synthesize(source, ROWS, place.output, by="inference", quality=kind == "recipe", **given) == place.output
+        dpllm.synthesize(source, ROWS, place.output, by="inference", quality=kind == "recipe", **settings)
+        == place.output
     )
     made = place.record()
     assert (made["rows"], made["unit"], made["num_units"], made["max_new_tokens"]) == (ROWS, "owner", 20, TOKENS)
     assert (made["quality"] is not None) == (kind == "recipe")
-    assert [one.event.to_json() for one in place.runs()] == [made["event"]]
+    assert [item.event.to_json() for item in place.runs()] == [made["event"]]
     assert not dpllm.verify(place.output, ledger=str(place.ledger)).failed
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [({"seed": 3}, "seed"), ({"by": "votes"}, "votes"), ({"epsilon": None}, "epsilon"), ({"model": None}, "model")],
 )
-def test_python_refuses_what_the_command_refuses(place: Place, wrong: Json, said: str) -> None:
-    given = {"by": "inference", "model": str(place.base), "epsilon": 8.0, "ledger": str(place.ledger), **wrong}
-    with pytest.raises(ConfigError, match=said):
+def test_python_refuses_what_the_command_refuses(place: Place, wrong: Json, message: str) -> None:
+    settings = {"by": "inference", "model": str(place.base), "epsilon": 8.0, "ledger": str(place.ledger), **wrong}
+    with pytest.raises(ConfigError, match=message):
         dpllm.synthesize(
-            place.data, ROWS, place.output, **{name: one for name, one in given.items() if one is not None}
+            place.data, ROWS, place.output, **{name: one for name, one in settings.items() if one is not None}
         )
     assert not place.ledger.exists()
 

@@ -22,8 +22,8 @@ def drawn(place: Place, name: str, start: int, *more: object) -> Path:
     """Three labels for each of 20 annotators, at epsilon 1.5 each."""
     given = tiny.write_rows(place.root / "data" / f"{name}.jsonl", pairs(60, start))
     output = place.root / "data" / f"{name}.flipped.jsonl"
-    told = ("--unit", "who", "--max-labels", "3", "--dataset", "notes", "--ledger", place.ledger)
-    done("randomize-labels", given, "--epsilon", "1.5", *told, "--output", output, *more)
+    options = ("--unit", "who", "--max-labels", "3", "--dataset", "notes", "--ledger", place.ledger)
+    done("randomize-labels", given, "--epsilon", "1.5", *options, "--output", output, *more)
     return output
 
 
@@ -50,7 +50,7 @@ def test_models_on_labels_of_the_same_people_state_all_of_them(asked: Place) -> 
 
     block = trained(asked, second, *trained_on(new), "--model.adapter", first / "export")
     assert (block["labels"]["unit_epsilon"], block["labels"]["account_epsilon"]) == (4.5, 9.0)
-    assert [one["unit_epsilon"] for one in block["labels_before"]] == [4.5]
+    assert [item["unit_epsilon"] for item in block["labels_before"]] == [4.5]
     assert "different datasets" in block["lineage"]["reason"]  # their labels have one account, whose total is stated
     card = (second / "export" / "README.md").read_text()
     assert "ε = 9 for all that its account holds" in card
@@ -64,15 +64,15 @@ def test_models_on_labels_of_the_same_people_state_all_of_them(asked: Place) -> 
     data = tiny.write_rows(asked.root / "third.jsonl", pairs(40, 3000))
     block = trained(asked, third, "--data.train", data, "--model.adapter", second / "export")
     assert "labels" not in block
-    assert [one["account_epsilon"] for one in block["labels_before"]] == [9.0, 4.5]
+    assert [item["account_epsilon"] for item in block["labels_before"]] == [9.0, 4.5]
     assert "those that taught the models before this one" in (third / "export" / "README.md").read_text()
     assert "0 failed" in done("verify", third).out
 
 
 def test_budgets_of_labels_by_command(asked: Place) -> None:  # noqa: F811
     init = ("ledger", "init", "notes", "--epsilon", "9", "--delta", "1e-6", "--unit", "who", "--reason", "a study")
-    told = done(*init, "--relation", "label_changed", "--ledger", asked.ledger).out
-    assert "labels of notes: epsilon 9" in told
+    output = done(*init, "--relation", "label_changed", "--ledger", asked.ledger).out
+    assert "labels of notes: epsilon 9" in output
     drawn(asked, "first", 0)
     drawn(asked, "second", 1000)
     third = tiny.write_rows(asked.root / "third.jsonl", pairs(20, 2000))
@@ -85,8 +85,8 @@ def test_budgets_of_labels_by_command(asked: Place) -> None:  # noqa: F811
 
 def test_a_second_draw_by_command_states_the_sum(asked: Place) -> None:  # noqa: F811
     data = drawn(asked, "first", 0)
-    told = ("--epsilon", "1.5", "--unit", "who", "--max-labels", "3", "--dataset", "notes", "--ledger", asked.ledger)
-    command = ("randomize-labels", data.with_name("first.jsonl"), *told, "--output", data.with_name("more.jsonl"))
+    options = ("--epsilon", "1.5", "--unit", "who", "--max-labels", "3", "--dataset", "notes", "--ledger", asked.ledger)
+    command = ("randomize-labels", data.with_name("first.jsonl"), *options, "--output", data.with_name("more.jsonl"))
     answer = dpllm_(*command)
     assert answer.code == 3
     assert "costs epsilon 4.5 more for one who, 9 in all" in answer.err

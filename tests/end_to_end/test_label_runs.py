@@ -35,9 +35,9 @@ def flipped(asked: Place) -> tuple[Place, Path]:  # noqa: F811
     """The place, whose training labels were randomised at epsilon 1 each, four for each of 20 annotators."""
     scored = [{**row, "score": 0.9, "rating": 5} for row in pairs(80)]
     tiny.write_rows(asked.train, scored)
-    told = ("--unit", "who", "--max-labels", "4", "--dataset", "notes", "--ledger", asked.ledger)
+    options = ("--unit", "who", "--max-labels", "4", "--dataset", "notes", "--ledger", asked.ledger)
     output = asked.root / "data" / "flipped.jsonl"
-    done("randomize-labels", asked.train, "--epsilon", "1", *told, "--output", output)
+    done("randomize-labels", asked.train, "--epsilon", "1", *options, "--output", output)
     return asked, output
 
 
@@ -65,10 +65,10 @@ def test_the_record_holds_no_coin_and_is_verified(flipped: tuple[Place, Path]) -
     }
     assert (record["epsilon"], record["max_labels"], record["unit_epsilon"]) == (1.0, 4, 4.0)
     assert record["account_epsilon"] == 4.0
-    told = done("verify", record_of(output), "--ledger", place.ledger).out
-    assert "epsilon 1, 4 for the 4 of one unit" in told
-    assert "4 verified" not in told
-    assert told.count("asserted  ") == 1  # that coins were tossed
+    printed = done("verify", record_of(output), "--ledger", place.ledger).out
+    assert "epsilon 1, 4 for the 4 of one unit" in printed
+    assert "4 verified" not in printed
+    assert printed.count("asserted  ") == 1  # that coins were tossed
 
 
 def test_the_ledger_keeps_labels_in_an_account_of_their_own(flipped: tuple[Place, Path]) -> None:
@@ -91,9 +91,9 @@ def test_training_knows_how_often_labels_are_wrong(
     place, output = flipped
     seen, call = set(), PairLoss.__call__
 
-    def look(self: PairLoss, *given: Any) -> Any:
+    def look(self: PairLoss, *arguments: Any) -> Any:
         seen.add(self)
-        return call(self, *given)
+        return call(self, *arguments)
 
     monkeypatch.setattr(PairLoss, "__call__", look)
     answer = done("train", place.recipe, *trained_on(output))
@@ -172,7 +172,7 @@ def test_a_statement_about_other_labels_does_not_verify(
     done("train", place.recipe, *trained_on(output))
     done("card", place.run)
     with pytest.MonkeyPatch.context() as patch:  # a card that does not verify is not even written
-        patch.setattr(verification, "insist", lambda *given: None)
+        patch.setattr(verification, "insist", lambda *arguments: None)
         break_(place.run)
     answer = dpllm_("verify", place.run)
     assert answer.code == 4
@@ -283,8 +283,8 @@ def test_what_else_a_message_says_stays_behind(tmp_path: Path) -> None:
     ]
     rows = [{**row, "rejected": [{"role": "assistant", "content": f"b{n}", "weight": 1}]} for n, row in enumerate(rows)]
     assert flips(tmp_path, rows).code == 0
-    found = [turn for row in lines(tmp_path / "given.flipped.jsonl") for field in row.values() for turn in field]
-    assert {frozenset(turn) for turn in found} == {frozenset({"role", "content"})}
+    result = [turn for row in lines(tmp_path / "given.flipped.jsonl") for field in row.values() for turn in field]
+    assert {frozenset(turn) for turn in result} == {frozenset({"role", "content"})}
     rows[0]["chosen"] = [{"role": "assistant", "content": [{"type": "text", "text": "a", "score": 1}]}]
     assert "whose content is no text" in flips(tmp_path, rows, name="parts").err
 
@@ -309,7 +309,7 @@ def test_a_part_of_labels_that_were_drawn_is_charged_to_the_same_people(tmp_path
     """What is to be typed is an option of this command."""
     flips(tmp_path, pairs(30))
     part = tiny.write_rows(tmp_path / "part.jsonl", pairs(20))
-    told = (
+    options = (
         "randomize-labels",
         part,
         "--epsilon",
@@ -319,10 +319,12 @@ def test_a_part_of_labels_that_were_drawn_is_charged_to_the_same_people(tmp_path
         "--output",
         tmp_path / "part.flipped.jsonl",
     )
-    assert "type --again" in " ".join(dpllm_(*told).err.split())
-    advice = re.search(r"type --dataset '(.*?)'", " ".join(dpllm_(*told, "--again", "--dataset", "other").err.split()))
+    assert "type --again" in " ".join(dpllm_(*options).err.split())
+    advice = re.search(
+        r"type --dataset '(.*?)'", " ".join(dpllm_(*options, "--again", "--dataset", "other").err.split())
+    )
     assert advice
-    done(*told, "--again", "--dataset", advice[1])
+    done(*options, "--again", "--dataset", advice[1])
 
 
 def test_units_and_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
@@ -369,18 +371,21 @@ def audited_labels(place: Place, output: Path, *more: str) -> Json:
     done("train", place.recipe, *trained_on(output), *planted, *unit, *more)
     answer = dpllm_("audit", place.run)
     assert "Every pair was planted" in " ".join(answer.out.split())
-    found: Json = json.loads((place.run / "private" / "audit" / "audit.json").read_text())
-    return found
+    record: Json = json.loads((place.run / "private" / "audit" / "audit.json").read_text())
+    return record
 
 
 def test_canaries_whose_coins_are_labels_test_the_epsilon_of_a_label(flipped: tuple[Place, Path]) -> None:
     place, output = flipped
-    found = audited_labels(place, output)
-    assert found["claim"] == {"epsilon": 1.0, "delta": 0.0, "unit": "label"}
-    assert {found["repeated"]["16"]["claim"][name] for name in ("epsilon", "delta")} == {1.0, 0.0}  # one flip, copied
-    assert found["canaries"]["references"] == 0
-    assert not found["published"]
-    assert found["verdict"] != "falsified"
+    audit_report = audited_labels(place, output)
+    assert audit_report["claim"] == {"epsilon": 1.0, "delta": 0.0, "unit": "label"}
+    assert {audit_report["repeated"]["16"]["claim"][name] for name in ("epsilon", "delta")} == {
+        1.0,
+        0.0,
+    }  # one flip, copied
+    assert audit_report["canaries"]["references"] == 0
+    assert not audit_report["published"]
+    assert audit_report["verdict"] != "falsified"
 
 
 @pytest.mark.full
@@ -390,9 +395,9 @@ def test_labels_of_canaries_falsify_the_claim_only_where_they_were_not_flipped(
 ) -> None:
     if not flips:
         monkeypatch.setattr(canaries, "flipped", lambda epsilon, below: False)
-    found = audited_labels(*flipped, *MEMORISES)
-    assert (found["verdict"] == "falsified") is not flips
-    assert found["repeated"]["16"]["attacks"]["ratio"]["auc"] > 0.5
+    audit_report = audited_labels(*flipped, *MEMORISES)
+    assert (audit_report["verdict"] == "falsified") is not flips
+    assert audit_report["repeated"]["16"]["attacks"]["ratio"]["auc"] > 0.5
 
 
 def test_what_a_label_audit_cannot_be_is_one_line(flipped: tuple[Place, Path]) -> None:

@@ -63,18 +63,18 @@ def again(place: Place, *more: object) -> tuple[object, ...]:
 
 def test_two_generations_on_the_same_data_state_what_both_cost(parent: Place, child: Place) -> None:
     own = child.json("plan.json")
-    found = child.json("run.json")["lineage"]
+    record = child.json("run.json")["lineage"]
     base = json.loads((parent.root / "clinic-notes" / "privacy.json").read_text("utf-8"))
-    assert found["base"]["name"] == "clinic-notes"
-    assert found["base"]["epsilon"] == base["plan"]["epsilon"]
-    assert found["base"]["entry"] == base["composed"]["entry"]
-    assert (found["same_dataset"], found["dataset"]) == (True, "notes")
-    composed = found["composed"]["epsilon"]
+    assert record["base"]["name"] == "clinic-notes"
+    assert record["base"]["epsilon"] == base["plan"]["epsilon"]
+    assert record["base"]["entry"] == base["composed"]["entry"]
+    assert (record["same_dataset"], record["dataset"]) == (True, "notes")
+    composed = record["composed"]["epsilon"]
     assert max(own["epsilon"], base["plan"]["epsilon"]) < composed <= own["epsilon"] + base["plan"]["epsilon"]
     # The ledger, which knows both runs, comes to the same.
     assert composed == pytest.approx(child.json("run.json")["ledger"]["spent_epsilon"], rel=1e-6)
     block = json.loads((child.run / "export" / "privacy.json").read_text("utf-8"))
-    assert block["lineage"] == found
+    assert block["lineage"] == record
     assert block["guarantee"] is True
     assert block["plan"] == own  # this run's own, beside what both cost
     text = section.parts((child.run / "export" / "README.md").read_text("utf-8"))["privacy"]
@@ -104,7 +104,7 @@ def test_an_adapter_is_started_from_on_the_statement_that_it_was_trained_on(chil
     config = config.model_copy(update={"model": config.model.model_copy(update={"adapter": str(folder)})})
     base = base_model.of_base(config)
     assert base is not None
-    assert [(one.name, one.adapter) for one in (base.statement, *base.ancestors)] == [
+    assert [(item.name, item.adapter) for item in (base.statement, *base.ancestors)] == [
         ("adapter", True),
         ("clinic-notes", False),
     ]

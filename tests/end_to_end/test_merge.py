@@ -74,10 +74,10 @@ def test_the_scores_of_the_audit_do_not_depend_on_merging(finished: Place, merge
     alone = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
     models = loading.ScoringModels(both.tokenizer, alone, config.model, CPU)
     plan = canaries.load(RunDir(finished.run).canaries)
-    found = sum_up(score_canaries(models, plan, config.data.format, config.data))
+    result = sum_up(score_canaries(models, plan, config.data.format, config.data))
     published = {row.canary_id: row for row in sum_up(read_tokens(merged / "audit" / "tokens.parquet"))}
-    assert len(published) == len(found)
-    for row in found:
+    assert len(published) == len(result)
+    for row in result:
         assert row.tuned_log_prob == pytest.approx(published[row.canary_id].tuned_log_prob, abs=1e-3)
         assert row.base_log_prob == pytest.approx(published[row.canary_id].base_log_prob, abs=1e-3)
 

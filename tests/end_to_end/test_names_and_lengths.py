@@ -73,7 +73,7 @@ def seen(place: Place, *words: object) -> str:
         [sys.executable, "-m", "dpllm", *map(str, words)], stdin=its, stdout=its, stderr=its, env=env
     )
     os.close(its)
-    found = b""
+    result = b""
     while True:
         try:
             part = os.read(mine, 2**16)
@@ -81,10 +81,10 @@ def seen(place: Place, *words: object) -> str:
             part = b""
         if not part:
             break
-        found += part
+        result += part
     os.close(mine)
-    assert process.wait() == 0, found.decode()
-    return found.decode()
+    assert process.wait() == 0, result.decode()
+    return result.decode()
 
 
 @pytest.mark.parametrize("public", [False, True])

@@ -191,8 +191,8 @@ def test_no_secret_no_text_and_no_path_is_published(finished: Place, baseline: P
         words += [str(finished.root), str(finished.root.parent), str(finished.base), str(place.run)]
         public = {**published(place.run), "run.json": (place.run / "run.json").read_bytes()}
         for name, content in public.items():
-            found = [word for word in words if word.encode() in content]
-            assert found == [], (name, found)
+            result = [word for word in words if word.encode() in content]
+            assert result == [], (name, result)
 
 
 def test_the_audit_of_a_run_without_privacy_stays_private(finished: Place, baseline: Place) -> None:

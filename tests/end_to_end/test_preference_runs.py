@@ -121,9 +121,9 @@ def test_what_was_kept_of_other_evaluation_pairs_or_is_damaged_is_not_read(tmp_p
     run.private.mkdir()
     units = [Unit((TokenSequence((1, n), (False, True), 1), TokenSequence((2, n), (False, True), 1))) for n in range(3)]
     run.references.write_bytes(rewards.packed(np.zeros(2), np.ones(4), units[1:]))
-    found = rewards._kept(run.references, 2, units[1:])
-    assert found is not None
-    assert [part.tolist() for part in found] == [[0.0] * 2, [1.0] * 4]
+    result = rewards._kept(run.references, 2, units[1:])
+    assert result is not None
+    assert [part.tolist() for part in result] == [[0.0] * 2, [1.0] * 4]
     assert rewards._kept(run.references, 2, units[:2]) is None
     assert rewards._kept(run.references, 4, units[1:]) is None
     for size in (100, 0):
@@ -178,8 +178,8 @@ def test_a_recipe_that_fits_no_pairs_is_one_line_and_spends_nothing(asked: Place
 def test_gradient_canaries_audit_a_run_on_pairs(asked: Place) -> None:
     done("train", asked.recipe, "--audit.gradient_canaries", "20", "--train.batch_size", "12")
     done("audit", asked.run)
-    found = json.loads((Path(asked.run) / "private" / "audits.jsonl").read_text().splitlines()[0])
-    assert found
+    record = json.loads((Path(asked.run) / "private" / "audits.jsonl").read_text().splitlines()[0])
+    assert record
 
 
 def audited(place: Place, groups: str, *more: str) -> dict[str, Any]:
@@ -191,8 +191,8 @@ def audited(place: Place, groups: str, *more: str) -> dict[str, Any]:
     done("audit", place.run)
     published = place.run / "export" / "audit" / "audit.json"
     path = published if published.exists() else place.run / "private" / "audit" / "audit.json"
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
 
 
 MEMORISES = (
@@ -205,19 +205,19 @@ MEMORISES = (
 
 @pytest.mark.full
 def test_canary_pairs_that_were_planted_gained_reward_and_others_did_not(asked: Place) -> None:
-    found = audited(asked, "{1: 2, 16: 10}", *MEMORISES)
-    seen = found["repeated"]["16"]["attacks"]
+    audit_report = audited(asked, "{1: 2, 16: 10}", *MEMORISES)
+    seen = audit_report["repeated"]["16"]["attacks"]
     assert seen["ratio"]["auc"] > 0.85
     assert seen["calibrated"] == seen["ratio"]  # the margin itself
     assert seen["ratio"]["negatives"] > 100
-    assert found["controls"]["base_separates"] is False
+    assert audit_report["controls"]["base_separates"] is False
 
 
 def test_an_audit_with_canary_pairs_is_published_and_verifies(asked: Place) -> None:
-    found = audited(asked, "{1: 20, 4: 5}")
-    assert found["published"]
-    assert found["claim"]["epsilon"] == asked.json("plan.json")["epsilon"]
-    assert found["verdict"] != "falsified"
+    audit_report = audited(asked, "{1: 20, 4: 5}")
+    assert audit_report["published"]
+    assert audit_report["claim"]["epsilon"] == asked.json("plan.json")["epsilon"]
+    assert audit_report["verdict"] != "falsified"
     done("card", asked.run)
     assert dpllm_("verify", asked.run).code == 0
     text = (asked.run / "private" / "canaries.json").read_text()
@@ -227,7 +227,7 @@ def test_an_audit_with_canary_pairs_is_published_and_verifies(asked: Place) -> N
         for path in (asked.run / "export").rglob("*.*")
         if path.suffix != ".safetensors"
     ]
-    assert not any(pair["carrier"] in one for one in told)
+    assert not any(pair["carrier"] in item for item in told)
 
 
 @pytest.mark.parametrize(("longest", "count"), [(12, 40), (128, 0)])
@@ -255,8 +255,8 @@ def test_rewards_in_an_audit_are_gains_over_the_adapter_that_the_run_started_fro
     done("train", asked.recipe, *learned, "--output_dir", start, "--train.learning_rate", "0.05", "--train.steps", "30")
     still = ("--model.adapter", str(start / "export"), "--train.learning_rate", "1e-9")
     audited(asked, "{1: 20}", *still)
-    found = np.abs(attacks.ratio(attacks.whole_rows(read_tokens(asked.run / "export" / "audit" / "tokens.parquet"))))
-    assert found.max() < 1e-3
+    result = np.abs(attacks.ratio(attacks.whole_rows(read_tokens(asked.run / "export" / "audit" / "tokens.parquet"))))
+    assert result.max() < 1e-3
     (start / "export").rename(start / "away")
     assert "Put it back" in dpllm_("audit", asked.run).err
 
@@ -280,15 +280,15 @@ def test_leaks_of_either_answer_are_found(asked: Place) -> None:
 
 def test_half_of_every_pair_is_not_what_was_committed_to(asked: Place) -> None:
     """Scores of chosen answers alone, in an audit that is made anew."""
-    found = audited(asked, "{1: 20}")
+    audit_report = audited(asked, "{1: 20}")
     folder = asked.run / "export" / "audit"
     tokens = read_tokens(folder / "tokens.parquet")
-    whole = {one.name: getattr(tokens, one.name) for one in dataclasses.fields(tokens)}
+    whole = {item.name: getattr(tokens, item.name) for item in dataclasses.fields(tokens)}
     kept_S = np.array([not name.endswith("-") for name in tokens.canary_ids])
     kept_N = kept_S[tokens.sequence_N]
     for name, value in whole.items():
         if isinstance(value, tuple):
-            whole[name] = tuple(one for one, kept in zip(value, kept_S, strict=True) if kept)
+            whole[name] = tuple(item for item, kept in zip(value, kept_S, strict=True) if kept)
         else:
             whole[name] = value[kept_N if name.endswith("_N") else kept_S]
     whole["sequence_N"] = (np.cumsum(kept_S) - 1)[whole["sequence_N"]]
@@ -304,7 +304,7 @@ def test_half_of_every_pair_is_not_what_was_committed_to(asked: Place) -> None:
         AuditContext(promise["limits"], words, report.controls.twin),
     )
     write_tokens(chosen, folder / "tokens.parquet")
-    (folder / "audit.json").write_text(json.dumps({**found, **made.to_json()}))
+    (folder / "audit.json").write_text(json.dumps({**audit_report, **made.to_json()}))
     assert "to which training committed" in " ".join(dpllm_("card", asked.run).err.split())
 
 

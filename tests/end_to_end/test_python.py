@@ -43,9 +43,9 @@ class Listening(TrainerCallback):
 
 
 def as_dict(recipe: Path) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(recipe.read_text("utf-8"))
-    del found["data"]["train"]
-    return found
+    result: dict[str, Any] = yaml.safe_load(recipe.read_text("utf-8"))
+    del result["data"]["train"]
+    return result
 
 
 def test_rows_in_memory_train_as_a_file_does_and_callbacks_see_released_values_alone(
@@ -111,10 +111,10 @@ def test_rows_that_are_given_are_private_whatever_the_recipe_says_of_its_own(tmp
     public = {"data.public": True, "data.eval_public": True, "data.eval": str(own)}
     place = make_place(tmp_path, base, public)
     for recipe in (place.recipe, dpllm.load_recipe(place.recipe), yaml.safe_load(place.recipe.read_text("utf-8"))):
-        found = dpllm.plan(recipe, train=rows(), eval=rows(10, start=500)).config.data
-        assert (found.public, found.eval_public) == (False, False)
-    found = dpllm.plan(as_dict(place.recipe), train=rows()).config.data
-    assert (found.public, found.eval_public) == (
+        result = dpllm.plan(recipe, train=rows(), eval=rows(10, start=500)).config.data
+        assert (result.public, result.eval_public) == (False, False)
+    result = dpllm.plan(as_dict(place.recipe), train=rows()).config.data
+    assert (result.public, result.eval_public) == (
         True,
         True,
     )  # a dict without data.train speaks of the rows given with it
@@ -167,12 +167,12 @@ def test_an_epsilon_that_is_lowered_to_the_budget_is_named(tmp_path: Path, base:
     place = make_place(tmp_path, base, {"privacy.fit_budget": True})
     terms = ("--epsilon", 4, "--delta", 1e-3, "--by", "alice", "--reason", "a test", "--ledger", place.ledger)
     done("ledger", "init", "notes", *terms)
-    found = dpllm.plan(place.recipe)
-    assert found.plan is not None
-    assert found.plan.epsilon < 4 < found.plan.target_epsilon
-    for words in (str(found), found._repr_html_(), " ".join(done("plan", place.recipe).out.split())):
+    result = dpllm.plan(place.recipe)
+    assert result.plan is not None
+    assert result.plan.epsilon < 4 < result.plan.target_epsilon
+    for words in (str(result), result._repr_html_(), " ".join(done("plan", place.recipe).out.split())):
         assert "epsilon is lowered to" in words.replace("│", "").replace("  ", " ")
-    assert "Ledger: notes: 0% of epsilon 4 used" in str(found)
+    assert "Ledger: notes: 0% of epsilon 4 used" in str(result)
     assert not dpllm.plan(dpllm.load_recipe(place.recipe, {"privacy.noise_multiplier": 20.0})).lowered
 
 

@@ -98,8 +98,8 @@ def commits(place: Place) -> list[tuple[str, int]]:
     """How runs ended; marks on the way are tests/ledger/test_ledger.py's."""
     with Ledger(place.ledger) as ledger:
         assert ledger.verify() == []
-        found = [(e.facts["status"], e.facts["steps"]) for e in ledger.history("notes") if e.kind == "commit"]
-    return [one for one in found if one[0] != "running"]
+        result = [(e.facts["status"], e.facts["steps"]) for e in ledger.history("notes") if e.kind == "commit"]
+    return [item for item in result if item[0] != "running"]
 
 
 # --- SIGTERM ---------------------------------------------------------------------------------------------------------

@@ -53,8 +53,8 @@ def watched(ids: tuple[int, ...]) -> Iterator[set[str]]:
     def profile(frame: FrameType, event: str, value: Any) -> None:
         if event in ("call", "return") and frame.f_code.co_filename.startswith(HOME):
             held = [*dict(frame.f_locals).values(), value]
-            if any(holds(one, ids) for one in held):
-                both = [one.f_code.co_filename for one in (frame, frame.f_back) if one is not None]
+            if any(holds(item, ids) for item in held):
+                both = [item.f_code.co_filename for item in (frame, frame.f_back) if item is not None]
                 files.update(name.removeprefix(HOME) for name in both if name.startswith(HOME))
 
     threading.setprofile(profile)  # batches are laid out in a thread

@@ -46,7 +46,7 @@ def test_they_are_released_with_the_weights(tmp_path: Path, base: Path) -> None:
     place, answer = trained(tmp_path / "released", base, {"train.sample_prompts": str(prompts)})
     ((last,),) = [written(place)]
     assert last["step"] == 4
-    assert [one["prompt"] for one in last["samples"]] == ["Anna bought", "On day"]
+    assert [item["prompt"] for item in last["samples"]] == ["Anna bought", "On day"]
     assert answer.out.count("Sample of step 4: ") == 2
     assert "Sample of step 4: Anna bought -> " in answer.out
 
@@ -61,8 +61,8 @@ def test_without_a_guarantee_they_stay_private(tmp_path: Path, base: Path) -> No
 
 def test_the_summary_as_json_is_all_of_standard_output(tmp_path: Path, base: Path) -> None:
     place, answer = trained(tmp_path / "json", base, {}, "--json")
-    found = json.loads(answer.out)
-    assert (found["status"], found["steps_taken"]) == ("completed", 4)
-    assert found["epsilon"] == place.json("plan.json")["epsilon"]
-    assert found["next"] == [f"dpllm card {place.run}"]
+    record = json.loads(answer.out)
+    assert (record["status"], record["steps_taken"]) == ("completed", 4)
+    assert record["epsilon"] == place.json("plan.json")["epsilon"]
+    assert record["next"] == [f"dpllm card {place.run}"]
     assert "Self-check" in answer.err

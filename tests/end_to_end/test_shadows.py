@@ -101,22 +101,22 @@ def test_everything_about_shadows_stays_private(shadowed: tuple[Place, dict[str,
         assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
     plan = canaries.load(place.run / "private" / "canaries.json")
     said = json.dumps(report, allow_nan=False)
-    for one in (*plan.canaries, *plan.references):
-        assert one.secret not in said
-        assert one.carrier not in said
+    for item in (*plan.canaries, *plan.references):
+        assert item.secret not in said
+        assert item.carrier not in said
     assert SENTINEL not in said
 
 
 def test_scores_are_those_of_each_shadow_and_its_own_coins(shadowed: tuple[Place, dict[str, object]]) -> None:
     place, _ = shadowed
-    found = shadows.score_shadows([open_run(shadow) for shadow in folders(place)])
-    assert found.log_prob_KM.shape == found.coins_KM.shape == (2, 16)
+    result = shadows.score_shadows([open_run(shadow) for shadow in folders(place)])
+    assert result.log_prob_KM.shape == result.coins_KM.shape == (2, 16)
     for position, shadow in enumerate(folders(place)):
         rows = {row.canary_id: row for row in whole_rows(tokens_of(shadow))}
         plan = canaries.load(shadow.canaries)
-        assert found.canary_ids == tuple(canary.canary_id for canary in plan.canaries)
-        assert found.coins_KM[position].tolist() == [canary.inserted for canary in plan.canaries]
-        assert found.log_prob_KM[position].tolist() == [rows[name].tuned_log_prob for name in found.canary_ids]
+        assert result.canary_ids == tuple(canary.canary_id for canary in plan.canaries)
+        assert result.coins_KM[position].tolist() == [canary.inserted for canary in plan.canaries]
+        assert result.log_prob_KM[position].tolist() == [rows[name].tuned_log_prob for name in result.canary_ids]
 
 
 def test_the_report_says_what_was_found_and_what_it_assumes(shadowed: tuple[Place, dict[str, object]]) -> None:
@@ -125,10 +125,10 @@ def test_the_report_says_what_was_found_and_what_it_assumes(shadowed: tuple[Plac
     assert set(report["attacks"]) == {"1", "4"}
     groups = by_group(whole_rows(tokens_of(RunDir(place.run))))
     for name in ("ratio", "lira"):
-        found = report["attacks"]["1"][name]
-        assert found["positives"] == sum(bool(row.inserted) for row in groups[1])
-        assert found["positives"] + found["negatives"] == 12
-        assert found["tpr_at_1_percent_fpr"] is None  # from twelve candidates
+        result = report["attacks"]["1"][name]
+        assert result["positives"] == sum(bool(row.inserted) for row in groups[1])
+        assert result["positives"] + result["negatives"] == 12
+        assert result["tpr_at_1_percent_fpr"] is None  # from twelve candidates
     assert report["many_runs"]["canary_id"] == "c00000"
     assert report["many_runs"]["value"] is None or "one mechanism" in report["many_runs"]["assumes"]
 
@@ -278,6 +278,6 @@ def test_shadows_find_what_the_ratio_does_not(tmp_path: Path, base: Path) -> Non
     }
     place = make_place(tmp_path / "memorised", base, {**QUICK, **changes})
     done("train", place.recipe)
-    found = {name: one["auc"] for name, one in audit(place, 4)["attacks"]["8"].items()}
-    assert found["lira"] > 0.8, found
-    assert found["lira"] > found["ratio"], found
+    results = {name: one["auc"] for name, one in audit(place, 4)["attacks"]["8"].items()}
+    assert results["lira"] > 0.8, results
+    assert results["lira"] > results["ratio"], results

@@ -79,18 +79,24 @@ def test_the_folder_and_its_record(finished: Place, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["set"], "neither draft nor lock is left"
     assert len(rows) == 9
     assert all(list(row) == ["text"] and row["text"] for row in rows)
-    found = Synthetic.pick(record)
-    assert found.to_json() == record
-    assert (found.rows, found.columns, found.control, found.shares, found.prompts) == (9, ("text",), (), None, None)
-    assert found.sampling.to_json() == {
+    result = Synthetic.pick(record)
+    assert result.to_json() == record
+    assert (result.rows, result.columns, result.control, result.shares, result.prompts) == (
+        9,
+        ("text",),
+        (),
+        None,
+        None,
+    )
+    assert result.sampling.to_json() == {
         "engine": "transformers", "temperature": 1.0, "top_p": 1.0, "max_new_tokens": 8, "seed": 3,
     }  # fmt: skip
-    assert found.attempts == 9 + sum(found.dropped.values())
-    assert set(found.dropped) == {"empty", draft.DUPLICATE}
+    assert result.attempts == 9 + sum(result.dropped.values())
+    assert set(result.dropped) == {"empty", draft.DUPLICATE}
     copied = ("run/README.md", "run/privacy.json", "run/privacy.svg")
     own = {name: sha256(finished.run / "export" / Path(name).name) for name in copied}
-    assert found.files == own | {"data/train.jsonl": sha256(tmp_path / "new" / "set" / "data" / "train.jsonl")}
-    assert {name: sha256(tmp_path / "new" / "set" / name) for name in found.files} == found.files
+    assert result.files == own | {"data/train.jsonl": sha256(tmp_path / "new" / "set" / "data" / "train.jsonl")}
+    assert {name: sha256(tmp_path / "new" / "set" / name) for name in result.files} == result.files
     assert (tmp_path / "new" / "set" / "README.md").is_file()
 
 
@@ -110,8 +116,8 @@ def test_texts_are_those_of_generate(finished: Place, tmp_path: Path) -> None:
     """Of one batch, whose seed is a function of the seed and its number."""
     rows, _ = made(finished.run, tmp_path / "set", *FEW, "--rows", 3, "--keep-duplicates")
     seed = random.Random("3 batch 0").getrandbits(63)
-    found = generate.sample(generate.load(finished.run), None, 3, max_new_tokens=8, seed=seed)
-    assert [row["text"] for row in rows] == [one.text for one in found]
+    result = generate.sample(generate.load(finished.run), None, 3, max_new_tokens=8, seed=seed)
+    assert [row["text"] for row in rows] == [item.text for item in result]
 
 
 # --- interruption ----------------------------------------------------------------------------------------------------
@@ -201,12 +207,12 @@ def test_a_model_that_never_ends_publishes_nothing_and_says_so(
     arguments = (*arguments, "--no-quality")
     sample = generate.sample
     monkeypatch.setattr(
-        generate, "sample", lambda *given, **more: [replace(one, ended=False) for one in sample(*given, **more)]
+        generate, "sample", lambda *arguments_, **more: [replace(item, ended=False) for item in sample(*arguments_, **more)]
     )  # fmt: skip
-    said = refused(finished.run, *arguments)
-    assert said.count("\n") == 1
-    assert "of 16 texts 0 passed the filters, of 9 wanted" in said, "never more than attempts times rows"
-    assert "did not end: 16" in said
+    message = refused(finished.run, *arguments)
+    assert message.count("\n") == 1
+    assert "of 16 texts 0 passed the filters, of 9 wanted" in message, "never more than attempts times rows"
+    assert "did not end: 16" in message
     assert not (tmp_path / "set").exists()
     monkeypatch.setattr(generate, "sample", sample)
     more = ("--attempts", 2000)
@@ -290,9 +296,9 @@ def test_each_row_is_asked_for_by_its_codes(coded: Place, tmp_path: Path, monkey
     sample = generate.sample
 
     def listens(generator: Any, prompts: Any, *rest: Any, **settings: Any) -> Any:
-        found = sample(generator, prompts, *rest, **settings)
-        asked.extend(f"{prompt}{one.text}" for prompt, one in zip(prompts, found, strict=True))
-        return found
+        result = sample(generator, prompts, *rest, **settings)
+        asked.extend(f"{prompt}{one.text}" for prompt, one in zip(prompts, result, strict=True))
+        return result
 
     monkeypatch.setattr(generate, "sample", listens)
     rows, record = made(coded.run, tmp_path / "set", *FEW)
@@ -370,9 +376,11 @@ def test_codes_without_released_shares_are_refused_with_what_to_type(coded: Plac
     run = Path(shutil.copytree(coded.run, tmp_path / "run"))
     (run / "describe.json").unlink()
     done("card", run)
-    said = refused(run, *FEW)
-    assert f"Type dpllm describe {run / 'config.yaml'} --epsilon E --shares 'visit=VALUE,VALUE;age=VALUE,VALUE'" in said
-    assert f"dpllm card {run} --describe describe.json" in said
+    message = refused(run, *FEW)
+    assert (
+        f"Type dpllm describe {run / 'config.yaml'} --epsilon E --shares 'visit=VALUE,VALUE;age=VALUE,VALUE'" in message
+    )
+    assert f"dpllm card {run} --describe describe.json" in message
 
 
 def as_format(finished: Place, run: Path, fmt: str) -> Path:
@@ -417,15 +425,15 @@ def test_private_data_of_the_run_are_no_prompts(
     assert "was removed" in refused(run, *FEW, "--prompts", prompts, code=3)
     monkeypatch.chdir(tmp_path)
     recipe = RunDir(run).load_config().data
-    tables = [load_table(one, recipe, "train", tmp_path / "cache") for one in (recipe.train, recipe.eval)]
+    tables = [load_table(item, recipe, "train", tmp_path / "cache") for item in (recipe.train, recipe.eval)]
     keep_rows(rows, recipe, *tables)
     monkeypatch.chdir("/")
     moved = run.rename(tmp_path / "moved")
     prompts = moved / "private" / private.name if how == "private" else prompts
-    said = refused(moved, *FEW, "--prompts", prompts, code=3)
-    assert "private data of the run" in said
-    assert "Anna" not in said
-    assert how == "private" or " prompts, the first of them number " in said
+    message = refused(moved, *FEW, "--prompts", prompts, code=3)
+    assert "private data of the run" in message
+    assert "Anna" not in message
+    assert how == "private" or " prompts, the first of them number " in message
     (tmp_path / "public.txt").write_text("Anna bought\nWho came?\n")
     made(moved, tmp_path / "set", *FEW, "--prompts", tmp_path / "public.txt")
 
@@ -472,7 +480,7 @@ def test_prompts_are_for_models_that_answer(finished: Place, tmp_path: Path) -> 
 def test_mistakes_are_one_line_each_and_leave_nothing(
     finished: Place, tmp_path: Path, arguments: tuple[object, ...], message: str
 ) -> None:
-    said = refused(finished.run, *FEW, *arguments, "--output", tmp_path / "set")
-    assert message in said
-    assert said.splitlines()[-1].startswith("dpllm synthesize: ")
+    refusal_text = refused(finished.run, *FEW, *arguments, "--output", tmp_path / "set")
+    assert message in refusal_text
+    assert refusal_text.splitlines()[-1].startswith("dpllm synthesize: ")
     assert [*tmp_path.iterdir()] == []

@@ -35,7 +35,7 @@ def test_what_is_written_verifies_and_loads(run: Path, tmp_path: Path) -> None:
 
     done("synthesize", run, *FEW)
     answer = done("verify", run / "synthetic", "--json")
-    assert {one["status"] for one in json.loads(answer.out)["checks"]} <= {"verified", "asserted"}
+    assert {check["status"] for check in json.loads(answer.out)["checks"]} <= {"verified", "asserted"}
     loaded = datasets.load_dataset(str(run / "synthetic"), cache_dir=str(tmp_path / "cache"))
     lines = (run / "synthetic" / ROWS).read_text().removesuffix("\n").split("\n")
     assert list(loaded["train"]) == [json.loads(line) for line in lines]
@@ -68,15 +68,15 @@ def test_what_is_not_at_hand_is_told_and_costs_no_other_figure(
     done("synthesize", run, *FEW, "--output", tmp_path / "all")
     path = RunDir(run).rows
     path.write_text(path.read_text().replace(str(finished.train), str(tmp_path / "gone" / finished.train.name)))
-    said = done("synthesize", run, *FEW, "--output", tmp_path / "few").err
-    assert "not measured: training rows: the training data are not where the run read them" in said
+    errors = done("synthesize", run, *FEW, "--output", tmp_path / "few").err
+    assert "not measured: training rows: the training data are not where the run read them" in errors
     assert of(tmp_path / "few")["quality"] == of(tmp_path / "all")["quality"]
     private = json.loads((run / "private" / quality.FOLDER / "quality.json").read_text())
-    assert private["not_measured"] == [line.removeprefix("not measured: ") for line in said.splitlines()]
+    assert private["not_measured"] == [line.removeprefix("not measured: ") for line in errors.splitlines()]
     recwarn.clear()
     dpllm.synthesize(run, 9, tmp_path / "python", max_new_tokens=8, keep_unfinished=True, seed=3)
     assert any(
-        "training rows: the training data are not where the run read them" in str(one.message) for one in recwarn
+        "training rows: the training data are not where the run read them" in str(item.message) for item in recwarn
     )
     assert contents(tmp_path / "python") == contents(tmp_path / "few")
 
@@ -107,8 +107,10 @@ def test_a_recipe_that_is_edited_afterwards_decides_nothing(run: Path, tmp_path:
             assert answer.code == 3, (command, answer.err)
             assert f"{path}: was changed after the run" in answer.err or command[0] == "push"
             assert answer.err.count("\n") == 1
-        failed = [one for one in json.loads(dpllm_("verify", run, "--json").out)["checks"] if one["status"] == "failed"]
-        assert {one["name"] for one in failed} == {"run", "ledger", "labels"}  # what reads the recipe
+        failed = [
+            check for check in json.loads(dpllm_("verify", run, "--json").out)["checks"] if check["status"] == "failed"
+        ]
+        assert {check["name"] for check in failed} == {"run", "ledger", "labels"}  # what reads the recipe
     path.write_text(text.replace("license: null", "license: mit"))
     done("card", run)
     path.write_text(text)

@@ -94,11 +94,11 @@ def opened(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path
 
 def test_a_run_is_shown_from_its_start_to_its_end(watched: Watched) -> None:
     before = [series(text) for text in watched.scraped]
-    assert [value(found, "dp_training_step") for found in before] == list(range(STEPS))
+    assert [value(item, "dp_training_step") for item in before] == list(range(STEPS))
     assert value(before[0], "dp_training_epsilon_consumed") == 0.0
-    spent = [value(found, "dp_training_epsilon_consumed") for found in before]
+    spent = [value(item, "dp_training_epsilon_consumed") for item in before]
     assert spent == sorted(spent)
-    assert all(found["dp_training_state", (("model", "run"), ("state", "running"))] == 1 for found in before)
+    assert all(item["dp_training_state", (("model", "run"), ("state", "running"))] == 1 for item in before)
     last = {key: number for text in watched.files().values() for key, number in series(text).items()}
     plan = watched.place.json("plan.json")
     assert last["dp_training_state", (("model", "run"), ("state", "completed"))] == 1
@@ -201,16 +201,16 @@ def audited(place: Place, tmp_path: Path) -> Series:
 
 
 def test_a_published_audit_is_shown_beside_the_claim(finished: Place, tmp_path: Path) -> None:
-    found, report = audited(finished, tmp_path), finished.json("export/audit/audit.json")
+    record, report = audited(finished, tmp_path), finished.json("export/audit/audit.json")
     attack = report["attacks"]["calibrated"]
-    assert value(found, "dp_membership_inference_auc") == attack["auc"]
-    assert value(found, "dp_membership_inference_auc_lower") == attack["auc_interval"][0]
-    assert value(found, "dp_membership_inference_auc_upper") == attack["auc_interval"][1]
-    assert value(found, "dp_audit_epsilon_lower_bound") == report["epsilon_lower_bound"]["value"]
-    assert value(found, "dp_stated_epsilon") == finished.json("plan.json")["epsilon"]
+    assert value(record, "dp_membership_inference_auc") == attack["auc"]
+    assert value(record, "dp_membership_inference_auc_lower") == attack["auc_interval"][0]
+    assert value(record, "dp_membership_inference_auc_upper") == attack["auc_interval"][1]
+    assert value(record, "dp_audit_epsilon_lower_bound") == report["epsilon_lower_bound"]["value"]
+    assert value(record, "dp_stated_epsilon") == finished.json("plan.json")["epsilon"]
     public = finished.json("run.json")["metrics"]["public"]
     delta = public["eval_accuracy_after"] - public["eval_accuracy_before"]
-    assert value(found, "dp_training_accuracy_delta") == delta
+    assert value(record, "dp_training_accuracy_delta") == delta
 
 
 def test_a_private_audit_is_not_shown(baseline: Place, tmp_path: Path) -> None:

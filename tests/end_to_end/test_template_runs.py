@@ -32,7 +32,7 @@ def templates() -> Any:
     """The templates of all texts that are made, in this module's order."""
     seen: list[str | None] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendering, "joined", lambda *given: seen.append(given[2]) or joined(*given))
+        patch.setattr(rendering, "joined", lambda *arguments: seen.append(arguments[2]) or joined(*arguments))
         yield seen
 
 
@@ -102,7 +102,7 @@ def test_a_secret_begins_where_the_template_says(run: Place) -> None:
     """Behind a line end, random tokens are no tokens that begin with a space."""
     secrets = json.loads((run.run / "private" / "canaries.json").read_text())["canaries"]
     tokenizer = tiny.tokenizer()
-    for one in secrets:
-        row, reads = {"prompt": one["carrier"], "completion": one["secret"]}, tiny.reads(128, template=TEMPLATE)
+    for secret in secrets:
+        row, reads = {"prompt": secret["carrier"], "completion": secret["secret"]}, tiny.reads(128, template=TEMPLATE)
         (sequence,) = encode(row, "prompt_completion", tokenizer, reads)
         assert len(sequence.input_ids) - sequence.loss_mask.index(True) == 4 + 1

@@ -53,8 +53,8 @@ def test_both_are_one_group_and_plan_and_card_state_its_total(trained: tuple[Pla
     assert said["together"] == total
     assert said["planned"]["twin"]["epsilon"] == pytest.approx(total["epsilon"])  # type: ignore[index]
     assert total["epsilon"] > 2.0
-    for one in ("production", "twin"):
-        export = place.root / "both" / one / "export"
+    for item in ("production", "twin"):
+        export = place.root / "both" / item / "export"
         assert json.loads((export / "privacy.json").read_text())["composed"]["group"] == total
         assert "0 failed" in done("verify", export.parent, "--ledger", place.ledger).out
     card = (place.root / "both" / "production" / "export" / "README.md").read_text("utf-8")
@@ -79,8 +79,8 @@ def test_a_twin_may_keep_its_rate_and_its_card_says_so(tmp_path: Path, base: Pat
     place = place_of(tmp_path / "place", base, 8)
     planned = json.loads(done("plan", place.recipe, "--twin", "--constant-rate", "--json").out)
     chosen = ("--card.tuning", "Settings were chosen on public notes.")
-    said = json.loads(done("sweep", place.recipe, "--twin", "--constant-rate", "--json", *chosen).out)
-    assert said["together"]["epsilon"] == pytest.approx(planned["twin"]["epsilon"])
+    record = json.loads(done("sweep", place.recipe, "--twin", "--constant-rate", "--json", *chosen).out)
+    assert record["together"]["epsilon"] == pytest.approx(planned["twin"]["epsilon"])
     production, other = (RunDir(place.root / "both" / name) for name in ("production", "twin"))
     own = load_config(place.recipe).train
     assert production.load_config().train == own

@@ -27,11 +27,11 @@ from dpllm.verification.verify import verify
 
 
 def test_an_honest_run_verifies(run: Path) -> None:
-    found = verify(run)
-    assert not found.failed
-    names = {check.name for check in found.checks if check.status == "verified"}
+    verification = verify(run)
+    assert not verification.failed
+    names = {check.name for check in verification.checks if check.status == "verified"}
     assert names >= {"card", "files", "epsilon", "audit: statistics", "ledger", "ledger: entry", "run"}
-    asserted = {check.name for check in found.checks if check.status == "asserted"}
+    asserted = {check.name for check in verification.checks if check.status == "asserted"}
     assert {"training", "signature", "audit: what needs the models", "text of the author"} <= asserted
 
 
@@ -40,8 +40,8 @@ def test_what_the_gallery_holds_of_a_run_verifies_as_it_lies_there(
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
     copy = importlib.import_module("model_cards").copy
-    for one in (run, baseline.run):
-        card = copy(RunDir(one), tmp_path / one.parent.name)
+    for item in (run, baseline.run):
+        card = copy(RunDir(item), tmp_path / item.parent.name)
         assert dpllm_("verify", card / "export").code == 0
         assert dpllm_("verify", card).code == 0
 

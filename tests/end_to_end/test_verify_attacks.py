@@ -93,8 +93,8 @@ def test_a_recipe_without_a_guarantee_has_none_whatever_the_record_says(run: Pat
 
 
 def _secret(run: Path) -> str:
-    found = json.loads((run / "private" / "canaries.json").read_text("utf-8"))["canaries"]
-    secrets = (str(canary["secret"]).strip() for canary in found)
+    record = json.loads((run / "private" / "canaries.json").read_text("utf-8"))["canaries"]
+    secrets = (str(canary["secret"]).strip() for canary in record)
     return next(secret for secret in secrets if secret[0] != "0")  # a number would lose its first digit
 
 

@@ -126,8 +126,8 @@ def test_links_and_special_files_are_seen_and_not_followed(export: Path, tmp_pat
     (export / "link.json").symlink_to(secret)
     (export / "folder").symlink_to(tmp_path)
     os.mkfifo(export / "pipe")
-    found = verify(export)
-    detail = next(check.detail for check in found.checks if check.name == "kinds of files")
+    verification = verify(export)
+    detail = next(check.detail for check in verification.checks if check.name == "kinds of files")
     assert all(name in detail for name in ("link.json", "folder", "pipe"))
     (export / "privacy.json").unlink()
     (export / "privacy.json").symlink_to(secret)
@@ -203,8 +203,10 @@ def test_the_base_model_that_the_adapter_names_is_that_of_the_card(export: Path,
     path = export / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), **settings}), encoding="utf-8")
     rehash(export, path.name)
-    found = verify(export)
-    assert "does not name tiny-base" in next(check.detail for check in found.checks if check.name == "kinds of files")
+    verification = verify(export)
+    assert "does not name tiny-base" in next(
+        check.detail for check in verification.checks if check.name == "kinds of files"
+    )
 
 
 def test_a_picture_is_said_to_be_the_author_s_word(export: Path) -> None:
@@ -288,9 +290,9 @@ def test_a_ledger_and_its_export_confirm_the_entry(run: Path, finished: Place, t
     chain = tmp_path / "chain.json"
     assert dpllm_("ledger", "export", "--ledger", finished.ledger, "--output", chain).code == 0
     for ledger in (finished.ledger, chain):
-        found = verify(run / "export", ledger=str(ledger))
-        assert not found.failed
-        assert "ledger" in {check.name for check in found.checks if check.status == "verified"}
+        verification = verify(run / "export", ledger=str(ledger))
+        assert not verification.failed
+        assert "ledger" in {check.name for check in verification.checks if check.status == "verified"}
     assert finished.ledger.read_bytes() == before
 
 
@@ -406,9 +408,9 @@ MALFORMED = [
 )
 def test_a_malformed_file_is_a_failed_check(export: Path, name: str, content: bytes) -> None:
     (export / name).write_bytes(content)
-    found = verify(export)
-    assert found.failed
-    assert all(check.detail.isprintable() and len(check.detail) <= 400 for check in found.checks)
+    verification = verify(export)
+    assert verification.failed
+    assert all(check.detail.isprintable() and len(check.detail) <= 400 for check in verification.checks)
 
 
 @pytest.mark.parametrize("value", [None, [], {}, "x", -1, True, 1e308, "9" * 400], ids=repr)

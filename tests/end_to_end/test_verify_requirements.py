@@ -42,9 +42,9 @@ def _modules() -> set[str]:
         if name not in names:
             names.add(name)
             wanted = [Requirement(text) for text in metadata.requires(name) or ()]
-            pending += [one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+            pending += [item.name for item in wanted if item.marker is None or item.marker.evaluate({"extra": ""})]
     provided = metadata.packages_distributions()
-    return {module for module, of in provided.items() if names & {canonicalize_name(one) for one in of}}
+    return {module for module, of in provided.items() if names & {canonicalize_name(item) for item in of}}
 
 
 def test_it_runs_where_the_short_requirements_alone_are_installed(run: Path) -> None:
@@ -58,7 +58,7 @@ def test_it_runs_where_the_short_requirements_alone_are_installed(run: Path) -> 
 
 def test_the_short_requirements_are_those_of_the_package() -> None:
     project = tomllib.loads((REQUIREMENTS.parent / "pyproject.toml").read_text("utf-8"))["project"]
-    known = {canonicalize_name(one.name): one.specifier for one in map(Requirement, project["dependencies"])}
+    known = {canonicalize_name(item.name): item.specifier for item in map(Requirement, project["dependencies"])}
     for requirement in _required():
         assert requirement.name == "pyarrow" or known[canonicalize_name(requirement.name)] == requirement.specifier
 
@@ -68,7 +68,7 @@ def test_what_they_install_is_locked_with_hashes_at_the_versions_of_the_tests() 
     locked = {canonicalize_name(line.partition("==")[0]): line for line in text.splitlines() if line[:1] != "#"}
     tested = REQUIREMENTS.with_name("constraints.txt").read_text("utf-8")
     pins = {canonicalize_name(line.partition("==")[0]): line for line in tested.splitlines()}
-    assert {canonicalize_name(one.name) for one in _required()} <= locked.keys()
+    assert {canonicalize_name(item.name) for item in _required()} <= locked.keys()
     for name, line in locked.items():
         assert line.partition("==")[2].split()[0] == pins[name].partition("==")[2].split()[0]
         assert re.search(r" --hash=sha256:[0-9a-f]{64}\b", line)

@@ -75,7 +75,7 @@ def test_a_budget_that_admits_two_of_three_refuses_all(ledger: Ledger, final: bo
     of = cost if final else limited_to
     budgets.set_budget(ledger, "notes", budget((of(*EVENTS[:2]) + of(*EVENTS)) / 2))
     before = ledger.head()
-    runs = [replace(one, final=final) for one in wanted()]
+    runs = [replace(item, final=final) for item in wanted()]
     with pytest.raises(BudgetExceeded, match="the exact total would be" if final else "these 3 runs would use"):
         reserve_group(ledger, runs)
     assert ledger.head() == before

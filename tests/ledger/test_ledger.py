@@ -258,7 +258,7 @@ with open_ledger(location) as ledger:
             break
         print(step)
 """
-    charged = [int(line) for said in outputs([start(place, code, entry) for _ in range(2)]) for line in said.split()]
+    charged = [int(line) for item in outputs([start(place, code, entry) for _ in range(2)]) for line in item.split()]
     assert sorted(charged) == list(range(1, ledger.run(entry).steps + 1))
     assert ledger.run(entry).steps == total
 

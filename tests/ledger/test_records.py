@@ -177,13 +177,13 @@ with open_ledger(location) as ledger:
 
 def test_nothing_of_the_records_leaves_the_ledger(ledger: Ledger, place: Place):
     budgets.set_budget(ledger, "notes", budget(8.0), records=of(ledger, ROWS))
-    said = []
+    results = []
     for name, rows in (("a", ROWS), ("b", ROWS[:20]), ("c", ROWS[:3])):
         with pytest.raises(Refused) as refusal:
             reserve(ledger, name, records=of(ledger, rows))
-        said.append(str(refusal.value))
+        results.append(str(refusal.value))
     reserve(ledger, records=of(ledger, ROWS))
-    shown = json.dumps(ledger.chain.export()) + "".join(said) + "".join(entry.payload for entry in ledger.history())
+    shown = json.dumps(ledger.chain.export()) + "".join(results) + "".join(entry.payload for entry in ledger.history())
     shown += repr(ledger.outlook("notes", [request()]))
     [(digest, nonce, hashes)] = place.raw("SELECT fingerprint, nonce, hashes FROM records")
     key = ledger.records.key().hex()

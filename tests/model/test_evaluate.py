@@ -30,7 +30,7 @@ def test_loss_and_accuracy_are_those_of_one_example_at_a_time(batch_size: int, o
     model = tiny.model().train()
     with torch.no_grad():  # or every token is as likely as another, and nothing is ever right
         model.lm_head.weight.mul_(5)
-    found = held_out_loss(model, sequences(), batch_size, torch.device("cpu"), contextlib.nullcontext)
+    result = held_out_loss(model, sequences(), batch_size, torch.device("cpu"), contextlib.nullcontext)
     assert model.training
     nats, hits, tokens = 0.0, 0, 0
     model.eval()
@@ -43,9 +43,9 @@ def test_loss_and_accuracy_are_those_of_one_example_at_a_time(batch_size: int, o
                 nats -= float(torch.log_softmax(row_V, -1)[right])
                 hits += int(row_V.argmax()) == right
                 tokens += 1
-    assert found.tokens == tokens
-    assert found.accuracy == hits / tokens
-    assert math.isclose(found.loss, nats / tokens, rel_tol=1e-5)
+    assert result.tokens == tokens
+    assert result.accuracy == hits / tokens
+    assert math.isclose(result.loss, nats / tokens, rel_tol=1e-5)
 
 
 @pytest.mark.parametrize("way", ["write", "read"])

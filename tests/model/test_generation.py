@@ -39,16 +39,16 @@ def random_prompts(count, seed=0, longest=30):
 def test_greedy_completions_are_the_arg_max_of_the_token_table(base, tokenizer):
     """Of many prompts of unequal lengths: each completion is all arg max, and a changed token is not."""
     prompts = random_prompts(120)
-    found = complete(base, tokenizer, prompts, 7)
+    result = complete(base, tokenizer, prompts, 7)
     generator = random.Random(1)
     changed = []
-    for written in found:
+    for written in result:
         place = generator.randrange(7)
         changed.append((*written[:place], (written[place] + 1) % 1024, *written[place + 1 :]))
-    for texts, right in ((found, True), (changed, False)):
+    for texts, right in ((result, True), (changed, False)):
         sequences = [TokenSequence((*p, *t), (False,) * (len(p) + 7), 7) for p, t in zip(prompts, texts, strict=True)]
         masks = [(*[False] * len(prompt), *[True] * 7) for prompt in prompts]
-        matches = [bool(one.argmax.all()) for one in score(base, sequences, masks, 2048)]
+        matches = [bool(item.argmax.all()) for item in score(base, sequences, masks, 2048)]
         assert matches == [right] * 120
 
 
@@ -56,18 +56,18 @@ def test_an_end_token_and_the_defaults_of_a_model_change_nothing(tokenizer):
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=64)).eval()
     prompts = [tuple(token % 50 for token in prompt) for prompt in random_prompts(10, longest=9)]
-    found = complete(model, tokenizer, prompts, 6)
-    for prompt, written in zip(prompts, found, strict=True):
+    result = complete(model, tokenizer, prompts, 6)
+    for prompt, written in zip(prompts, result, strict=True):
         ids = list(prompt)
         with torch.no_grad():
             for _ in range(6):
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
         assert tuple(ids[len(prompt) :]) == written
     model.generation_config.update(
-        eos_token_id=found[0][0], repetition_penalty=9.0, do_sample=True, temperature=7.0, no_repeat_ngram_size=1
+        eos_token_id=result[0][0], repetition_penalty=9.0, do_sample=True, temperature=7.0, no_repeat_ngram_size=1
     )
     own = model.generation_config
-    assert complete(model, tokenizer, prompts, 6) == found
+    assert complete(model, tokenizer, prompts, 6) == result
     assert model.generation_config is own
 
 

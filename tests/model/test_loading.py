@@ -192,12 +192,12 @@ def test_processes_compare_a_frozen_factor_too(bases: dict[str, Path], monkeypat
     facts: dict[str, str] = {}
     monkeypatch.setattr(loading.processes, "several", lambda: True)
     monkeypatch.setattr(loading.processes, "check_equal", facts.update)
-    found = []
+    results = []
     adapter = {"method": "lora", "lora_a": "frozen"}
     for seed in (1, 1, 2):
         loading.build(recipe(bases["phi3"], adapter, train={"steps": 1, "seed": seed}), CPU)
-        found.append(facts["the adapter or layers that training starts from"])
-    assert found[0] == found[1] != found[2]  # B starts at zero: only the frozen factor differs
+        results.append(facts["the adapter or layers that training starts from"])
+    assert results[0] == results[1] != results[2]  # B starts at zero: only the frozen factor differs
 
 
 def test_on_an_embedding_whose_first_factor_starts_at_zero_it_is_not_frozen(bases: dict[str, Path]) -> None:

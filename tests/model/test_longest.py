@@ -32,8 +32,8 @@ ONE, SHORT, LONG = [5, 6, 7], [8, 9], list(range(20, 30))
 
 def bits(reader: Reader, rows: list[list[int]]) -> bytes:
     """All that is read of the first row while 16 tokens are written."""
-    found = [reader.read(rows), *(reader.go_on(40 + step, len(rows)) for step in range(FURTHER - 1))]
-    return b"".join(logits[0].tobytes() for logits in found)
+    result = [reader.read(rows), *(reader.go_on(40 + step, len(rows)) for step in range(FURTHER - 1))]
+    return b"".join(logits[0].tobytes() for logits in result)
 
 
 @pytest.mark.parametrize(
@@ -95,19 +95,19 @@ def test_a_text_has_the_same_vector_beside_a_long_one_and_behind_it(kind: str) -
 
 
 def rows(*lengths: int) -> list[TokenSequence]:
-    return [one for unit in tm.units([(length,) for length in lengths]) for one in unit.sequences]
+    return [sequence for unit in tm.units([(length,) for length in lengths]) for sequence in unit.sequences]
 
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_evaluation_reads_a_row_as_it_is_read_alone(kind: str) -> None:
     made, alone = rows(40, 5, 30, 21, 9), []
     model = switching.model(kind, 20, vocab_size=tm.VOCABULARY)
-    for one in made:
+    for item in made:
         net = switching.model(kind, 20, vocab_size=tm.VOCABULARY)  # which has read nothing
-        alone.append(held_out_loss(net, [one], 1, tm.CPU, contextlib.nullcontext))
-    found = held_out_loss(model, made, 8, tm.CPU, contextlib.nullcontext)
-    nats = sum(one.loss * one.tokens for one in alone)
-    assert found.loss * found.tokens == pytest.approx(nats, rel=1e-6)
+        alone.append(held_out_loss(net, [item], 1, tm.CPU, contextlib.nullcontext))
+    result = held_out_loss(model, made, 8, tm.CPU, contextlib.nullcontext)
+    nats = sum(item.loss * item.tokens for item in alone)
+    assert result.loss * result.tokens == pytest.approx(nats, rel=1e-6)
     assert held_out_loss(model, made[2:3], 1, tm.CPU, contextlib.nullcontext) == alone[2]  # behind 40 tokens, 30
 
 

@@ -91,23 +91,23 @@ def test_a_pass_holds_the_longest_example_and_a_token_of_padding(
     batch: int, longest: int, pairs: bool, tokens: int | None, kind: torch.device
 ) -> None:
     each = 2 if pairs else 1
-    found = memory.packing_of_model(tm.Toy(), batch, longest, 64, kind, tokens, each)
-    assert found.room >= each * longest
-    assert found.tokens % found.multiple == 0
-    assert found.tokens >= (tokens or 0)
-    assert tokens is None or found.tokens < max(tokens, each * longest + 1) + found.multiple
-    assert found.most_units >= 1
-    assert (found.max_length, found.rows_each) == (longest, each)
+    result = memory.packing_of_model(tm.Toy(), batch, longest, 64, kind, tokens, each)
+    assert result.room >= each * longest
+    assert result.tokens % result.multiple == 0
+    assert result.tokens >= (tokens or 0)
+    assert tokens is None or result.tokens < max(tokens, each * longest + 1) + result.multiple
+    assert result.most_units >= 1
+    assert (result.max_length, result.rows_each) == (longest, each)
 
 
 def test_the_shape_follows_from_the_recipe_the_model_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     net = tm.build()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    found = memory.packing_for(recipe(1000), net, 64, CPU)
-    assert (found.tokens, found.multiple) == (1056, 96)  # full blocks of 32 tokens for each thread
+    result = memory.packing_for(recipe(1000), net, 64, CPU)
+    assert (result.tokens, result.multiple) == (1056, 96)  # full blocks of 32 tokens for each thread
     assert memory.packing_for(recipe(1000), net, 64, CUDA).tokens == 1024
     assert memory.packing_for(recipe(data={"max_length": 5000}), net, 64, CPU).tokens >= 5001
-    assert not found.alone
+    assert not result.alone
     assert memory.packing_for(recipe(1000), tm.build("falcon"), 64, CPU).alone
     assert memory.packing_for(recipe(1000), tm.build("mixtral", {**tm.LORA, **ATTENTION}), 64, CPU).alone
 
@@ -122,13 +122,13 @@ def test_gradients_that_do_not_fit_side_by_side_are_formed_twice(
     for units in (1000, 1):
         for limits in ("CPU", "ELSEWHERE"):
             monkeypatch.setattr(memory, limits, getattr(memory, limits)._replace(held=units * bytes_of_one))
-        found = memory.packing_of_model(net, 16, 64, 64, device, 512)
-        assert bool(found.held_numbers) == (units == 1000)
-        if found.held_numbers:
-            assert found.held_numbers == 10_000
-            assert found.most_units <= units
+        result = memory.packing_of_model(net, 16, 64, 64, device, 512)
+        assert bool(result.held_numbers) == (units == 1000)
+        if result.held_numbers:
+            assert result.held_numbers == 10_000
+            assert result.most_units <= units
         else:
-            assert found.most_units == found.tokens // 2  # as many as there can be
+            assert result.most_units == result.tokens // 2  # as many as there can be
 
 
 # --- the rehearsal ---------------------------------------------------------------------------------------------------
@@ -298,9 +298,9 @@ def test_rehearsing_changes_nothing(name: str) -> None:
         engine.rehearse(rehearsal(engine))
         engine.rehearse([])
         assert equal(everything(engine), before)
-        for one in (engine, other):
+        for item in (engine, other):
             torch.manual_seed(step)
-            one.step(steps)
+            item.step(steps)
         assert equal(everything(engine)[0], everything(other)[0])  # noise goes on where it was
 
 
@@ -351,9 +351,9 @@ def test_a_rehearsal_that_ran_out_of_memory_leaves_nothing_behind(
         engine.rehearse(rehearsal(engine))
     monkeypatch.setattr(kind, "add", inner)
     assert equal(everything(engine), before)
-    for one in (engine, other):
+    for item in (engine, other):
         torch.manual_seed(1)
-        one.step(steps)
+        item.step(steps)
     assert equal(everything(engine)[0], everything(other)[0])
 
 

@@ -94,14 +94,14 @@ def test_the_clipped_sum_is_that_of_the_base_that_the_bits_say(folder: Path) -> 
                 noise = 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
                 p.add_(noise)
                 theirs[name].add_(noise)
-    for one in (net, plain):
-        one.eval()
+    for item in (net, plain):
+        item.eval()
         with torch.no_grad():
-            one(torch.arange(5, 25)[None])
-        one.train()
-    found = [tm.clipped_sum(engine_of(one), units()) for one in (net, plain)]
-    assert float(found[1].norm()) > 0.1
-    assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-5
+            item(torch.arange(5, 25)[None])
+        item.train()
+    result = [tm.clipped_sum(engine_of(item), units()) for item in (net, plain)]
+    assert float(result[1].norm()) > 0.1
+    assert float((result[0] - result[1]).norm() / result[1].norm()) < 1e-5
 
 
 @needs_bitsandbytes

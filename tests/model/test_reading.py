@@ -40,12 +40,12 @@ def test_each_row_has_the_logits_that_it_has_alone(model: Any) -> None:
 def test_a_row_has_the_same_bits_whoever_stands_beside_it_and_wherever_it_stands(model: Any) -> None:
     reader, one = Reader(model, 12, [1], 5), [5, 6, 7]
     assert not reader.lower_in_company(50)
-    found = set()
+    result = set()
     for place in range(5):
         rows = [[(3 * place + n) % 50] * (1 + (place + n) % 12) for n in range(5)]
         rows[place] = one
-        found.add((reader.read(rows)[place].tobytes(), reader.go_on(9, 5)[place].tobytes()))
-    assert len(found) == 1
+        result.add((reader.read(rows)[place].tobytes(), reader.go_on(9, 5)[place].tobytes()))
+    assert len(result) == 1
     assert reader.height == 5
 
 
@@ -165,11 +165,11 @@ def test_what_has_no_text_or_no_finite_state_has_zeros(embedder: Embedder) -> No
     model = embedder._reader._model
     handle = model.base_model.register_forward_hook(lambda _, __, out: spoilt(out))
     try:
-        found = embedder.vectors(TEXTS[:3])
+        result = embedder.vectors(TEXTS[:3])
     finally:
         handle.remove()
-    assert not found[0].any()
-    assert found[1:].any(axis=1).all()
+    assert not result[0].any()
+    assert result[1:].any(axis=1).all()
 
 
 def spoilt(out: Any) -> Any:

@@ -62,7 +62,7 @@ def test_a_text_has_the_same_bits_in_any_company_and_at_any_place(tmp_path: Path
     together = reads.vectors(TEXTS * 60)
     for place, text in enumerate(TEXTS):
         mine = reads.vectors([text])[0]
-        assert {one.tobytes() for one in together[place :: len(TEXTS)]} == {mine.tobytes()}
+        assert {item.tobytes() for item in together[place :: len(TEXTS)]} == {mine.tobytes()}
         assert mine.any() == bool(text.strip()), "marks alone are no text"
     assert shapes == {(reads.height, 12 + 2 + 1)}
 

@@ -90,9 +90,9 @@ def noise_of_the_data(patch: pytest.MonkeyPatch) -> None:
     """One variate more is drawn for every unit."""
 
     def summed(self: StepEngine, *batches: Any) -> Any:
-        found = SUM(self, *batches)
-        self._noise.draw(1 + found[1].units)
-        return found
+        result = SUM(self, *batches)
+        self._noise.draw(1 + result[1].units)
+        return result
 
     patch.setattr(StepEngine, "clipped_sum", summed)
 
@@ -126,9 +126,9 @@ def noise_follows_the_batch(patch: pytest.MonkeyPatch) -> None:
     came: list[float] = [1.0]
 
     def summed(self: StepEngine, batches: Any, *canaries: Any) -> Any:
-        found = SUM(self, batches, *canaries)
-        came[0] = (found[1].units + 1) / (self._schedule.expected_batch_size + 1)
-        return found
+        result = SUM(self, batches, *canaries)
+        came[0] = (result[1].units + 1) / (self._schedule.expected_batch_size + 1)
+        return result
 
     patch.setattr(StepEngine, "clipped_sum", summed)
     patch.setattr(GaussianNoise, "draw", lambda self, size: DRAW(self, size) * came[0])

@@ -108,7 +108,7 @@ def test_zero_out_costs_what_adding_costs_and_no_other_relation_is_known() -> No
 # Several rows of a unit, each drawn and clipped on its own (q .01, sigma 1.5, T 300, delta 1e-5).
 @pytest.mark.parametrize(
     ("rows", "pld"),
-    [(1, 0.497), (2, 1.063), (4, 2.299), *(pytest.param(*one, marks=slow) for one in ((8, 5.076), (16, 11.65)))],
+    [(1, 0.497), (2, 1.063), (4, 2.299), *(pytest.param(*item, marks=slow) for item in ((8, 5.076), (16, 11.65)))],
 )
 def test_groups_match_published_values(rows: int, pld: float) -> None:
     assert pld - 1e-3 <= epsilon(dp_sgd_event(0.01, 1.5, 300, rows), 1e-5, "zero_out") <= pld + 2e-3
@@ -174,7 +174,7 @@ def test_an_imported_run_costs_what_it_says() -> None:
 def test_imported_runs_compose_as_randomised_response(eps: float, times: int) -> None:
     """The worst (eps, 0)-DP mechanism: the delta of its k-fold composition is a binomial sum (Kairouz et al. 2015)."""
     event = SelfComposed(times, imported(eps))
-    found = epsilon(event, 1e-3, "zero_out")
+    result = epsilon(event, 1e-3, "zero_out")
     yes = np.arange(times + 1)
     losses = (2 * yes - times) * eps
     mass = binom.pmf(yes, times, 1 / (1 + math.exp(-eps)))
@@ -182,9 +182,9 @@ def test_imported_runs_compose_as_randomised_response(eps: float, times: int) ->
     def delta(at: float) -> float:
         return float(np.sum(mass * np.maximum(0.0, -np.expm1(at - losses))))
 
-    assert delta(found) <= 1e-3 * (1 + 1e-9)
-    assert delta(found - 2e-4 * times) >= 1e-3
-    assert found <= epsilon(event, 1e-3, "zero_out", "rdp")
+    assert delta(result) <= 1e-3 * (1 + 1e-9)
+    assert delta(result - 2e-4 * times) >= 1e-3
+    assert result <= epsilon(event, 1e-3, "zero_out", "rdp")
 
 
 def test_an_imported_delta_composes_too() -> None:

@@ -72,7 +72,7 @@ def same_bits(engine: Any) -> None:
     some = tm.units(MIXED)
     whole = added(engine, some)
     assert bool(whole.any())
-    assert torch.equal(whole, sum(added(engine, [one]) for one in some))
+    assert torch.equal(whole, sum(added(engine, [item]) for item in some))
     random.Random(1).shuffle(some)
     assert torch.equal(added(engine, some), whole)
 
@@ -285,8 +285,8 @@ def on_lattice(net: nn.Module, mode: str = "held") -> None:
     bound, sigma = 0.05, 0.7
     engine = tm.make_engine(net, tm.plan(bound, sigma), mode=mode)
     scale = noise_scale(sigma, bound, engine.size)
-    for one in tm.units(MIXED):
-        sum_P = added(engine, [one])
+    for item in tm.units(MIXED):
+        sum_P = added(engine, [item])
         assert multiples(sum_P, spacing_of(scale))
         assert float(sum_P.norm()) <= scale / sigma
     stream = GaussianNoise(5, tm.CPU)

@@ -49,9 +49,9 @@ def test_a_list_for_any_schedule_is_told_from_others(shape: str, steps: int, ban
     for warmup in (0.0, 0.05, 0.3, 0.6, 0.99):
         c = banded._strategy(banded.LearningRate(shape=shape, warmup=warmup), steps, bands)
         assert banded.near_best(c, steps)
-        shorter, signs = [one * 0.999 for one in c], [one * (-1) ** lag for lag, one in enumerate(c)]
+        shorter, signs = [item * 0.999 for item in c], [item * (-1) ** lag for lag, item in enumerate(c)]
         others = [c[::-1], (1.0, *[0.0] * (bands - 1)), (c[1], c[0], *c[2:]), shorter, signs]
-        assert not any(banded.near_best(one, steps) for one in others)
+        assert not any(banded.near_best(item, steps) for item in others)
 
 
 def toeplitz(coefficients: Any, num_steps: int) -> banded.Floats:
@@ -73,7 +73,7 @@ def dense_error(coefficients: Any, rate_T: banded.Floats) -> float:
 def test_the_strategy_is_the_best_one(num_steps: int, bands: int, shape: str) -> None:
     rate_T = rates(num_steps, shape=shape, warmup=0.2)
     train = banded.LearningRate(shape=shape, warmup=0.2)
-    found = dense_error(banded.strategy(train, num_steps, bands), rate_T)
+    result = dense_error(banded.strategy(train, num_steps, bands), rate_T)
     starts = np.random.default_rng(7).uniform(0, 0.6, (4, bands - 1))
     others = [
         minimize(
@@ -84,7 +84,7 @@ def test_the_strategy_is_the_best_one(num_steps: int, bands: int, shape: str) ->
         ).fun
         for start in starts
     ]
-    assert abs(found / math.exp(min(others)) - 1) < 1e-6
+    assert abs(result / math.exp(min(others)) - 1) < 1e-6
 
 
 def test_error_and_gradient_are_those_of_the_dense_matrices() -> None:
@@ -111,7 +111,7 @@ def sensitivity(c_TT: banded.Floats, patterns: list[tuple[int, ...]]) -> float:
 def patterns(num_steps: int, apart: int) -> list[tuple[int, ...]]:
     """All choices of up to five steps that are at least so far apart."""
     whole = itertools.chain.from_iterable(itertools.combinations(range(num_steps), n) for n in range(1, 6))
-    return [one for one in whole if all(b - a >= apart for a, b in itertools.pairwise(one))]
+    return [item for item in whole if all(b - a >= apart for a, b in itertools.pairwise(item))]
 
 
 @pytest.mark.parametrize(("num_steps", "bands"), [(8, 2), (9, 3), (10, 4), (7, 7)])
@@ -151,7 +151,7 @@ def test_mutants_of_the_strategy_and_of_the_groups_are_seen() -> None:
     assert not banded.admissible([*good[:2], good[2] * (1 + 1e-9)])  # a column longer than 1
     c_TT = toeplitz(good, 9)
     # b - 1 groups: steps two apart share a row, and move the sum further than two rounds would.
-    fewer = [one for one in patterns(9, 2) if len(one) == 2]
+    fewer = [item for item in patterns(9, 2) if len(item) == 2]
     assert sensitivity(c_TT, fewer) > math.sqrt(2) * (1 + 1e-3)
     # A unit in two groups takes part in neighbouring steps.
     assert sensitivity(c_TT, [(0, 1)]) > math.sqrt(2) * (1 + 1e-3)
@@ -169,9 +169,9 @@ def test_mutants_of_the_strategy_and_of_the_groups_are_seen() -> None:
 def test_columns_are_at_most_one_in_exact_arithmetic() -> None:
     for bands in (1, 2, 3, 7, 16, 48):
         for steps in (48, 300):
-            found = banded.strategy(banded.LearningRate(warmup=0.05), steps, bands)
-            assert len(found) == bands
-            assert 1 - 1e-12 < sum(Fraction(one) ** 2 for one in found) <= 1
+            result = banded.strategy(banded.LearningRate(warmup=0.05), steps, bands)
+            assert len(result) == bands
+            assert 1 - 1e-12 < sum(Fraction(item) ** 2 for item in result) <= 1
     assert not banded.admissible((0.0, 0.5))
     assert not banded.admissible((math.nan,))
 
@@ -194,9 +194,9 @@ def test_the_gain_is_the_one_that_was_computed_elsewhere(epsilon: float, bands: 
         return accounting.calibrate_noise_multiplier(epsilon, 1e-5, b * batch / size, rounds, "zero_out", rough=True)
 
     train = banded.LearningRate(shape="constant", warmup=0.0)
-    found = banded.effect(banded.strategy(train, steps, bands), np.ones(steps), sigma(bands), sigma(1))
-    assert found.last_iterate == pytest.approx(ratio, abs=0.02 if bands == 3 else 0.01)
-    assert found.one_step > 2
+    result = banded.effect(banded.strategy(train, steps, bands), np.ones(steps), sigma(bands), sigma(1))
+    assert result.last_iterate == pytest.approx(ratio, abs=0.02 if bands == 3 else 0.01)
+    assert result.one_step > 2
 
 
 def test_the_event_costs_ceil_t_over_b_rounds_at_b_times_the_rate() -> None:
@@ -296,10 +296,10 @@ def test_a_recipe_that_contradicts_itself_is_refused(privacy: dict[str, Any], wo
 def test_coefficients_are_those_of_before_whatever_the_rate_is() -> None:
     """To the last bit with the same numpy and scipy: the search stands in plan.json of finished runs."""
     rate = banded.LearningRate(0.3, "linear", 0.1)
-    found = banded.strategy(rate, 38, 4)
-    assert found == banded.strategy(banded.LearningRate(1e-5, "linear", 0.1), 38, 4)
+    result = banded.strategy(rate, 38, 4)
+    assert result == banded.strategy(banded.LearningRate(1e-5, "linear", 0.1), 38, 4)
     before = (0.7171054053011602, 0.47267975299455106, 0.3919318804647438, 0.32973184540204553)
-    assert found == pytest.approx(before, abs=1e-9)
+    assert result == pytest.approx(before, abs=1e-9)
 
 
 def test_a_noise_multiplier_of_the_recipe_is_judged_with_its_bands() -> None:

@@ -97,7 +97,7 @@ def test_buffers_are_few_and_begin_empty() -> None:
     for t in range(STEPS):
         assert len(noise._past) == min(t, BANDS - 1)
         noise.add_to(row_P, 1.0)
-    assert len({id(one) for one in noise._past}) == BANDS - 1
+    assert len({id(item) for item in noise._past}) == BANDS - 1
 
 
 def test_a_long_vector_is_made_in_pieces_that_know_their_own_past(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,14 +165,14 @@ def draws(turns: CyclicSchedule, number: int, slots: int = 60, batch: int = 10, 
 
 
 def test_groups_are_uniform_and_stay() -> None:
-    found = groups(CyclicSchedule(BANDS, 2**200 + 9), 40_000)
-    assert stats.chisquare(np.bincount(found, minlength=BANDS)).pvalue > ALARM
-    assert set(found) == set(range(BANDS))
-    assert np.array_equal(found, groups(CyclicSchedule(BANDS, 2**200 + 9, first_step=17), 40_000))
-    assert not np.array_equal(found, groups(CyclicSchedule(BANDS, 2**200 + 10), 40_000))
+    result = groups(CyclicSchedule(BANDS, 2**200 + 9), 40_000)
+    assert stats.chisquare(np.bincount(result, minlength=BANDS)).pvalue > ALARM
+    assert set(result) == set(range(BANDS))
+    assert np.array_equal(result, groups(CyclicSchedule(BANDS, 2**200 + 9, first_step=17), 40_000))
+    assert not np.array_equal(result, groups(CyclicSchedule(BANDS, 2**200 + 10), 40_000))
     # They follow from a slot's place alone: neighbours say nothing, and a longer list begins the same.
-    assert np.array_equal(found, groups(CyclicSchedule(BANDS, 2**200 + 9), 50_000)[:40_000])
-    assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 5 / 200
+    assert np.array_equal(result, groups(CyclicSchedule(BANDS, 2**200 + 9), 50_000)[:40_000])
+    assert abs(np.corrcoef(result[:-1], result[1:])[0, 1]) < 5 / 200
 
 
 def test_each_of_the_group_joins_its_steps_by_its_own_coin_and_nobody_else() -> None:
@@ -216,9 +216,9 @@ def test_steps_of_a_unit_stay_apart_over_a_resume_with_lost_steps() -> None:
 
 def apart(turns: CyclicSchedule) -> bool:
     """Whether no slot joins twice within ``bands`` steps."""
-    found = draws(turns, 40)
-    at = [[step for step, drawn in enumerate(found) if slot in drawn] for slot in range(60)]
-    return all(b - a >= turns.bands for one in at for a, b in itertools.pairwise(one))
+    result = draws(turns, 40)
+    at = [[step for step, drawn in enumerate(result) if slot in drawn] for slot in range(60)]
+    return all(b - a >= turns.bands for item in at for a, b in itertools.pairwise(item))
 
 
 def test_groups_of_b_less_one_and_a_unit_in_two_groups_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_a_hundred_draws_cost_what_the_recursion_says(batch: int, by_hand: float
 def test_no_fixed_pair_bounds_adaptive_draws() -> None:
     """A mutant: the dearest pair of losses, the same in each draw, composed exactly."""
     eta, draws = 2 / 7, 100
-    found = accounting.epsilon(BoundedRange(eta, draws), 1e-5, "zero_out")
+    result = accounting.epsilon(BoundedRange(eta, draws), 1e-5, "zero_out")
 
     def fixed(t: float) -> float:
         p = (math.exp(eta) - math.exp(t)) / math.expm1(eta)
@@ -62,7 +62,7 @@ def test_no_fixed_pair_bounds_adaptive_draws() -> None:
 
     dearest = max(fixed(t) for t in np.linspace(0.02, 0.98, 97) * eta)
     assert dearest == pytest.approx(6.588, abs=1e-3)  # docs/howto/synthesize.md
-    assert dearest < 0.995 * found
+    assert dearest < 0.995 * result
 
 
 @pytest.mark.parametrize("case", range(12))

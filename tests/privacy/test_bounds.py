@@ -211,11 +211,11 @@ def test_no_order_of_equal_scores_has_fewer_right_guesses(rows, data):
         assert one.correct <= other.correct
         assert one.weight <= other.weight
     ranked = coins[np.argsort(scores + 1e-3 * np.array(order))]
-    found = {one.side: one.weight for one in ordered}
-    assert found["falling_in"] == np.dot(weights(r), ranked[::-1][:r])
+    results = {one.side: one.weight for one in ordered}
+    assert results["falling_in"] == np.dot(weights(r), ranked[::-1][:r])
     if r >= 16:
         right = np.dot(weights(r // 2), ranked[::-1][: r // 2]) + np.dot(weights(r - r // 2), ~ranked[: r - r // 2])
-        assert found["falling"] == right
+        assert results["falling"] == right
 
 
 def test_falling_weights_say_what_won():
@@ -243,7 +243,7 @@ def test_guesses_are_counted_from_both_ends(rows, data):
     if len(rows) > 1:
         expected.insert(0, ("falling_in", only_in, sum(ranked[len(rows) - only_in :])))
     played, level = outcomes(scores, coins, delta=0.0, alpha=0.1, falling=[both], falling_in=[only_in])
-    assert [one[:3] for one in played] == expected
+    assert [item[:3] for item in played] == expected
     assert level == 0.1 / len(expected)
 
 

@@ -90,8 +90,8 @@ class With(Toy):
         self.more = lambda x_RTd: layer(x_RTd, *more)
 
     def hidden(self, x_RTd: Tensor) -> Tensor:
-        found = self.more(self.layer(x_RTd))
-        return found[0] if isinstance(found, tuple) else found
+        result = self.more(self.layer(x_RTd))
+        return result[0] if isinstance(result, tuple) else result
 
 
 def test_a_refused_layer_is_named_and_the_model_is_left_as_it_was() -> None:

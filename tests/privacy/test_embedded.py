@@ -141,10 +141,10 @@ def test_with_hardly_any_noise_clusters_are_those_of_scikit_learn(seed: int) -> 
     sizes, centres = k_means(rows, units, CLUSTERS, 1e-4, rounds, lambda _: None)
     mean = rows.mean(axis=0)
     start = mean + math.sqrt(1 - mean @ mean) / 2 * embedded.public_directions(CLUSTERS, DIMENSIONS)
-    found = KMeans(CLUSTERS, init=start, n_init=1, max_iter=rounds, tol=0).fit(rows)
-    assert centres == pytest.approx(found.cluster_centers_, abs=1e-3)
-    assert np.array_equal(nearest(lattice(rows), centres), found.labels_)
-    assert np.abs(sizes - np.bincount(found.labels_)).max() <= 1
+    result = KMeans(CLUSTERS, init=start, n_init=1, max_iter=rounds, tol=0).fit(rows)
+    assert centres == pytest.approx(result.cluster_centers_, abs=1e-3)
+    assert np.array_equal(nearest(lattice(rows), centres), result.labels_)
+    assert np.abs(sizes - np.bincount(result.labels_)).max() <= 1
 
 
 def test_with_hardly_any_noise_a_classifier_is_least_squares(seed: int) -> None:
@@ -152,10 +152,10 @@ def test_with_hardly_any_noise_a_classifier_is_least_squares(seed: int) -> None:
 
     rows, labels, units = blobs(seed)
     sizes, weights = ada_ssp(rows, labels, units, CLASSES, 1e-4, lambda _: None)
-    found = LinearRegression().fit(rows, np.eye(CLASSES)[labels])
+    result = LinearRegression().fit(rows, np.eye(CLASSES)[labels])
     mine = embedded.scores(rows, weights)
-    assert mine == pytest.approx(found.predict(rows), abs=1e-2)
-    assert np.array_equal(mine.argmax(axis=1), found.predict(rows).argmax(axis=1))
+    assert mine == pytest.approx(result.predict(rows), abs=1e-2)
+    assert np.array_equal(mine.argmax(axis=1), result.predict(rows).argmax(axis=1))
     assert sizes.tolist() == [200, 200, 200]
 
 
@@ -194,11 +194,11 @@ def test_the_mean_of_a_unit_is_exact_and_never_longer_than_its_rows(seed: int) -
     rng = np.random.default_rng(seed)
     steps = np.rint(rng.normal(size=(1500, 3)) * STEPS)
     units = np.sort(rng.integers(0, 40, 1500)) * 3
-    found = embedded.mean_by_unit(steps, units)
+    result = embedded.mean_by_unit(steps, units)
     for place, unit in enumerate(np.unique(units)):
         mine = steps[units == unit]
         exact = [Fraction(int(sum(column)), len(mine)) for column in mine.T.astype(int)]
-        assert [int(one) for one in found[place]] == [math.trunc(one) for one in exact]
+        assert [int(item) for item in result[place]] == [math.trunc(item) for item in exact]
     assert embedded.mean_by_unit(steps[:0], units[:0]).shape == (0, 3)
 
 
@@ -219,7 +219,7 @@ def test_a_projected_row_has_length_1_and_the_same_bits_in_any_company(size: int
     vectors[3] = 0.0
     around = Projection(unit_length(rng.normal(size=(1, size)))[0] / 2, 16)
     together = around(vectors)
-    alone = np.concatenate([around(one[None]) for one in vectors])
+    alone = np.concatenate([around(vector[None]) for vector in vectors])
     assert together.tobytes() == alone.tobytes()
     lengths = np.sqrt((together**2).sum(axis=1))
     assert np.delete(lengths, 3) == pytest.approx(1.0, abs=1e-12)

@@ -197,7 +197,7 @@ def test_rope_that_follows_the_longest_row_reads_the_same_in_every_pass(kind: st
     engine = tm.make_engine(with_rope(kind), tm.plan(0.05), longest=64)
     assert engine.self_check(tm.VOCABULARY).error <= 1e-4
     some = tm.units([(60,), (20,), (9, 4), (17,), (12,)])
-    alone = [tm.clipped_sum(engine, [one]) for one in some]
+    alone = [tm.clipped_sum(engine, [item]) for item in some]
     assert torch.equal(tm.clipped_sum(engine, some), sum(alone))
     assert torch.equal(tm.clipped_sum(engine, some[::-1]), sum(alone))
 

@@ -138,8 +138,8 @@ def falsified(seed: int) -> bool:
         seen_TM.append(engine.projections.numpy())
     noise = engine.lattice()["noise_over_max_grad_norm"]
     table = tabulate(seen_TM, coins, promise.schedule.sampling_rate, noise)
-    found = examine(table, delta=1e-5, alpha=0.05)
-    return found.noise_refuted or found.drawn_refuted or found.epsilon_lower_bound > EPSILON
+    result = examine(table, delta=1e-5, alpha=0.05)
+    return result.noise_refuted or result.drawn_refuted or result.epsilon_lower_bound > EPSILON
 
 
 EPSILON = accounting.epsilon(events.dp_sgd_event(64 / (ROWS + CANARIES), SIGMA, STEPS), 1e-5, "zero_out")

@@ -32,8 +32,8 @@ def flips(epsilon: float, seed: int = 0) -> int:
 
 def as_often_as_epsilon_says(epsilon: float) -> None:
     """The number of flips is binomial with q = 1 / (1 + e^epsilon), to the confidence of so many draws."""
-    found = stats.binomtest(flips(epsilon), DRAWS, 1 / (1 + math.exp(epsilon)))
-    assert found.pvalue > ALARM
+    result = stats.binomtest(flips(epsilon), DRAWS, 1 / (1 + math.exp(epsilon)))
+    assert result.pvalue > ALARM
 
 
 @pytest.mark.parametrize("epsilon", EPSILONS)

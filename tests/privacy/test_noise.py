@@ -188,12 +188,12 @@ def test_radii_are_dense_to_the_ends(distance: int, low: bool) -> None:
     """Where u is near 0 or 1, 64 more bits decide: log(u) is that of 128 bits, computed with integers and decimals."""
     word = -(2**63) + distance if low else 2**63 - 1 - distance
     more = int(stream_of().words(1).view(np.uint64)[0])
-    found = stream_of()._log_near_an_end(np.array([word], dtype=np.int64))
+    result = stream_of()._log_near_an_end(np.array([word], dtype=np.int64))
     with localcontext() as exact:
         exact.prec = 60
         v = (Decimal(distance) + (Decimal(more) + Decimal("0.5")) / 2**64) / 2**64
         expected = float(v.ln() if low else (1 - v).ln())
-    np.testing.assert_allclose(found, expected, rtol=1e-14)
+    np.testing.assert_allclose(result, expected, rtol=1e-14)
 
 
 def test_the_ends_are_taken_from_more_bits(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:

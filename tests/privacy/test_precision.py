@@ -50,8 +50,8 @@ def test_one_unit_moves_the_sum_by_at_most_c(name: str, precision: str, mode: st
     some = tm.units(((9, 4), (16,), (5,), (40,), (2,)), seed=1)
     engine = tm.make_engine(built(name), tm.plan(0.02), mode=mode, **PRECISIONS[precision])
     checks.neighbours(engine, some)
-    for one in some:
-        assert float(tm.clipped_sum(engine, [one]).norm()) >= 0.02 * (1 - 1e-6)  # bounded, and not lost
+    for item in some:
+        assert float(tm.clipped_sum(engine, [item]).norm()) >= 0.02 * (1 - 1e-6)  # bounded, and not lost
 
 
 @pytest.mark.parametrize("mode", MODES)

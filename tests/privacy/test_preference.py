@@ -140,14 +140,14 @@ def test_losses_are_those_of_the_book_and_a_pass_of_nobody_has_none() -> None:
     some, net = pairs(), built("llama")
     for loss in LOSSES.values():
         engine = make_engine(net, loss, tokens=512)
-        for one in (lay_out(some, engine.packing, 0), lay_out([], engine.packing, 0)):
-            with engine._attention.of(one):
-                nll_R = row_sums(engine._token_losses(one).nll_M.double(), one.rows)
-                loss_P = engine.losses(one)
-            if not one.rows:
+        for item in (lay_out(some, engine.packing, 0), lay_out([], engine.packing, 0)):
+            with engine._attention.of(item):
+                nll_R = row_sums(engine._token_losses(item).nll_M.double(), item.rows)
+                loss_P = engine.losses(item)
+            if not item.rows:
                 assert not loss_P.any()
                 continue
-            margin_P = loss.beta * ((one.reference_R - nll_R)[::2] - (one.reference_R - nll_R)[1::2])
+            margin_P = loss.beta * ((item.reference_R - nll_R)[::2] - (item.reference_R - nll_R)[1::2])
             torch.testing.assert_close(loss_P, loss_by_the_book(margin_P, loss))
 
 
@@ -165,14 +165,14 @@ def test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself(name: str, autocast: 
 
     whole = added(some)
     assert bool(whole.any())
-    assert torch.equal(whole, sum(added([one]) for one in some))
+    assert torch.equal(whole, sum(added([item]) for item in some))
     assert torch.equal(added(some[::-1]), whole)
     assert torch.equal(whole - added(checks.without(some, 3)), added([some[3]]))
 
 
 def test_a_pair_without_a_finite_margin_adds_nothing_and_harms_nobody() -> None:
     some, engine = pairs(), make_engine(built("llama"), LOSSES["dpo"], 0.05)
-    broken = Unit(tuple(replace(one, reference=math.nan) for one in some[1].sequences))
+    broken = Unit(tuple(replace(sequence, reference=math.nan) for sequence in some[1].sequences))
     whole, _ = engine.clipped_sum(tm.batches([some[0], broken, *some[2:]], engine))
     assert torch.equal(whole, engine.clipped_sum(tm.batches(checks.without(some, 1), engine))[0])
 
@@ -180,8 +180,8 @@ def test_a_pair_without_a_finite_margin_adds_nothing_and_harms_nobody() -> None:
 def bounded(loss: PairLoss) -> None:
     """Every unit adds C at most."""
     engine = make_engine(built("llama"), loss, 0.02)
-    for one in pairs():
-        assert float(tm.clipped_sum(engine, [one]).norm()) <= 0.02 * checks.BOUND
+    for pair in pairs():
+        assert float(tm.clipped_sum(engine, [pair]).norm()) <= 0.02 * checks.BOUND
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -193,8 +193,8 @@ def test_what_the_reference_says_of_a_pair_follows_from_that_pair_alone() -> Non
     some, net = pairs(), built("llama")
     reading = Reading(net, packing(), 0, tm.CPU, contextlib.nullcontext)
     whole = surprises(reading, some)
-    assert np.array_equal(whole, np.concatenate([surprises(reading, [one]) for one in some]))
-    expected = [float(-_log_likelihood(net, one)) for unit in some for one in unit.sequences]
+    assert np.array_equal(whole, np.concatenate([surprises(reading, [sequence]) for sequence in some]))
+    expected = [float(-_log_likelihood(net, sequence)) for unit in some for sequence in unit.sequences]
     np.testing.assert_allclose(whole, expected, rtol=1e-5)
 
 
@@ -207,9 +207,9 @@ def _log_likelihood(net: Any, one: TokenSequence) -> Tensor:
 
 def test_references_reach_the_answers_they_are_of() -> None:
     some: list[Unit | None] = [*pairs(), None, *pairs(seed=3)]
-    reference_R = np.random.default_rng(1).normal(size=sum(len(one.sequences) for one in some if one))
+    reference_R = np.random.default_rng(1).normal(size=sum(len(sequence.sequences) for sequence in some if sequence))
     referenced = Referenced(some, reference_R)
-    assert [one.reference for unit in referenced if unit for one in unit.sequences] == reference_R.tolist()
+    assert [sequence.reference for unit in referenced if unit for sequence in unit.sequences] == reference_R.tolist()
     assert referenced.sizes(0) == list(LENGTHS[0])
     assert referenced.sizes(len(LENGTHS)) == []
     assert referenced[len(LENGTHS)] is None

@@ -34,11 +34,11 @@ ALL = (UNITS, SHARES, MEDIAN, TAIL)
 MADE = [(one, measurement(one, 1, 1.0)) for one in (MEDIAN, TAIL)]
 
 
-def fits(found: Counter[Any], expected: dict[Any, float]) -> bool:
+def fits(result: Counter[Any], expected: dict[Any, float]) -> bool:
     """Whether draws are from a distribution, by a chi-square test; rare values are counted together."""
-    many = sum(found.values())
+    many = sum(result.values())
     often = {value for value, chance in expected.items() if chance * many >= 20}
-    seen = [found[value] for value in sorted(often)]
+    seen = [result[value] for value in sorted(often)]
     chances = [expected[value] for value in sorted(often)]
     rest = 1 - sum(chances)
     if rest * many >= 5:
@@ -59,9 +59,9 @@ def flips(errors: list[float], scale: float) -> list[float]:
     chances = [0.0] * len(errors)
     for order in itertools.permutations(range(len(errors))):
         before = 1.0
-        for one in order:
-            chances[one] += before * taken[one]
-            before *= 1 - taken[one]
+        for item in order:
+            chances[item] += before * taken[item]
+            before *= 1 - taken[item]
     return [chance / math.factorial(len(errors)) for chance in chances]
 
 
@@ -69,8 +69,8 @@ def rank_errors(asked: Statistic, values: list[float]) -> list[float]:
     """How many rows the rank of each candidate is off."""
     alpha = asked.quantile
     return [
-        abs((1 - alpha) * sum(value < one for value in values) - alpha * sum(value > one for value in values))
-        for one in asked.numbers
+        abs((1 - alpha) * sum(value < number for value in values) - alpha * sum(value > number for value in values))
+        for number in asked.numbers
     ]
 
 
@@ -112,8 +112,8 @@ def test_counts_have_discrete_laplace_noise(values: list[str]) -> None:
     drawn = [made.release(values) for _ in range(DRAWS)]
     assert set(drawn[0]) == {"yes", "no", OTHER}
     for name in drawn[0]:
-        assert fits(Counter(one[name] - exact[name] for one in drawn), laplace(0.5, 2)), name
-    assert any(one[name] < 0 for one in drawn for name in one), "published as drawn"
+        assert fits(Counter(item[name] - exact[name] for item in drawn), laplace(0.5, 2)), name
+    assert any(item[name] < 0 for item in drawn for name in item), "published as drawn"
 
 
 def test_the_number_of_units_has_discrete_laplace_noise_for_one_unit() -> None:
@@ -152,12 +152,12 @@ def test_releases_err_by_more_than_stated_at_most_once_in_twenty(asked: Statisti
     best = min(errors, default=0.0)
     missed = 0
     for _ in range(many):
-        found = made.release(exact)
+        result = made.release(exact)
         if asked.quantile:
-            chosen = asked.numbers.index(next(iter(found.values())))
+            chosen = asked.numbers.index(next(iter(result.values())))
             missed += errors[chosen] - best > made.error
         else:
-            missed += abs(next(iter(found.values())) - rows) > made.error
+            missed += abs(next(iter(result.values())) - rows) > made.error
     assert missed <= stats.binom.ppf(1 - ALARM, many, 0.05)
 
 

@@ -48,8 +48,8 @@ def test_the_divergence_of_a_gaussian_is_its_closed_form(order: float, sigma: fl
 def test_the_divergence_of_a_sampled_step_is_that_of_the_mixture(order: float, q: float, sigma: float) -> None:
     """Integrated over a grid, in the direction that dominates. Whole orders are exact, fractional ones near or above."""
     exact = log_moment(order, q, sigma) / (order - 1)
-    found = rdp(dp_sgd_event(q, sigma, 1), order)
-    assert exact * (1 - 1e-9) <= found <= exact * (1.01 if order >= 2 else 1.7)
+    result = rdp(dp_sgd_event(q, sigma, 1), order)
+    assert exact * (1 - 1e-9) <= result <= exact * (1.01 if order >= 2 else 1.7)
 
 
 def log_moment(order: float, q: float, sigma: float) -> float:
@@ -158,5 +158,5 @@ def test_the_smallest_noise_fits_and_a_grid_step_less_does_not() -> None:
 @pytest.mark.parametrize("least", [0.05, 0.0501, 0.9999, 1.0, 1.0001, 2.0, 9999.9999, 1e4, 1.1e4])
 def test_the_grid_is_searched_to_its_ends(least: float) -> None:
     fit = Fit(2.0, rdp(dp_sgd_event(1.0, least, 1), 2.0))
-    found = smallest_noise_multiplier(lambda s: dp_sgd_event(1.0, s, 1), fit)
-    assert found == (least if least <= 1e4 else math.inf)
+    result = smallest_noise_multiplier(lambda s: dp_sgd_event(1.0, s, 1), fit)
+    assert result == (least if least <= 1e4 else math.inf)

@@ -52,7 +52,7 @@ def test_every_setting_changes_the_digest() -> None:
     values = [value, *({**value, section: {**value[section], **keys}} for section, keys in changes.items())]
     sources = ["a.jsonl", ["a.jsonl"], ["a.jsonl", "b.jsonl"], ["b.jsonl", "a.jsonl"], "*.jsonl"]
     recipes = [*map(RunConfig.model_validate, values), *(config(train=source) for source in sources)]
-    recipes += [config(csv={"delimiter": ";"}), *(config(control=one) for one in (["a"], ["a", "b"], ["b", "a"]))]
+    recipes += [config(csv={"delimiter": ";"}), *(config(control=item) for item in (["a"], ["a", "b"], ["b", "a"]))]
     pairs = {**value, "data": {**value["data"], "format": "preference"}}
     for keys in ({"objective": "dpo"}, {"objective": "ipo"}, {"objective": "dpo", "beta": 0.2}):
         recipes.append(RunConfig.model_validate({**pairs, "train": {**value["train"], **keys}}))

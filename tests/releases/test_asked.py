@@ -59,7 +59,7 @@ def test_what_is_typed_is_what_is_declared(kind: Kind, text: str, expected: Stat
 
 
 def test_each_quantile_is_a_release_of_its_own() -> None:
-    assert [one.name for one in parse("lengths", "8,16", ".5,.99")] == [
+    assert [item.name for item in parse("lengths", "8,16", ".5,.99")] == [
         "quantile 0.5 of token lengths",
         "quantile 0.99 of token lengths",
     ]
@@ -123,9 +123,9 @@ def test_several_columns_count_together_and_no_value_passes_for_two(tmp_path: Pa
     ]
     (asked,) = parse("shares", "visit=home,clinic;age=1,2", ".5")
     assert asked.name == layouts.shares_of(["visit", "age"]) == "shares of visit;age"
-    found = values(tmp_path, "shares", "visit=home,clinic;age=1,2", rows)
-    assert sorted(found) == [";home;1", "home;", "home;1", "home;1;"]
-    assert [value for value in found if value in asked.values] == ["home;1"]
+    result = values(tmp_path, "shares", "visit=home,clinic;age=1,2", rows)
+    assert sorted(result) == [";home;1", "home;", "home;1", "home;1;"]
+    assert [value for value in result if value in asked.values] == ["home;1"]
 
 
 def test_a_unit_brings_so_many_rows_and_they_depend_on_no_other_unit(tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ def test_token_lengths_are_those_of_training_before_they_are_cut(tmp_path: Path)
     data = DataConfig(train="rows", max_length=4, long_examples="refuse")
     rows = [{"text": "word " * many} for many in (1, 3, 50)]
     table = table_of(tmp_path, rows)
-    found = list(exact_values(parse("lengths", "8,16", ".5")[0], group_rows(table, data), table, data, tokenizer))
-    assert found == [len(encode(row, "text", tokenizer, tiny.reads(10_000, "truncate"))[0].input_ids) for row in rows]
-    assert found[2] > 50
+    result = list(exact_values(parse("lengths", "8,16", ".5")[0], group_rows(table, data), table, data, tokenizer))
+    assert result == [len(encode(row, "text", tokenizer, tiny.reads(10_000, "truncate"))[0].input_ids) for row in rows]
+    assert result[2] > 50
 
 
 def test_a_column_that_no_row_has_is_named(tmp_path: Path) -> None:
@@ -159,6 +159,6 @@ def test_a_column_that_no_row_has_is_named(tmp_path: Path) -> None:
         *parse("quantiles", "other=0:1", ".5"),
         *parse("units", "", ".5"),
     ]
-    table_of(tmp_path, ROWS, [column for one in asked for column in columns_of(one)])
+    table_of(tmp_path, ROWS, [column for item in asked for column in columns_of(item)])
     with pytest.raises(DataError, match="no row has a column 'labels'"):
         table_of(tmp_path, ROWS, columns_of(parse("shares", "age=1;labels=yes", ".5")[0]))

@@ -162,7 +162,7 @@ def test_statistics_of_a_final_call_are_admitted_together_and_are_the_last(say: 
 
 
 @pytest.mark.parametrize(
-    ("words", "exit_code", "told"),
+    ("words", "exit_code", "message"),
     [
         (["--shares", "label"], 2, "to be declared"),
         (["--quantiles", "age"], 2, "to be declared"),
@@ -181,11 +181,11 @@ def test_statistics_of_a_final_call_are_admitted_together_and_are_the_last(say: 
     ],
 )
 def test_bad_input_is_one_message_and_nothing_is_spent(
-    say: Callable[..., Any], words: list[str], exit_code: int, told: str
+    say: Callable[..., Any], words: list[str], exit_code: int, message: str
 ) -> None:
     code, _, error = say(*words)
     assert (code, error.count("\n")) == (exit_code, 1)
-    assert told in error
+    assert message in error
     assert entries() == 0
     assert "p0" not in error
 
@@ -316,12 +316,12 @@ def test_no_exact_value_reaches_any_public_byte(say: Callable[..., Any], monkeyp
     monkeypatch.setattr("secrets.token_hex", lambda size=32: f"{next(counter):0{2 * size}x}")
     monkeypatch.setattr(describe.time, "strftime", lambda *_: "2026-01-02")
 
-    def public(found: list[Json], *mode: str) -> tuple[list[Any], list[Any]]:
+    def public(result: list[Json], *mode: str) -> tuple[list[Any], list[Any]]:
         """What OpenDP was given, and all that anybody sees."""
         nonlocal counter
         counter = itertools.count()
         given.clear()
-        write(found)
+        write(result)
         for name in ("describe.json", "l.sqlite"):
             Path(name).unlink(missing_ok=True)
         said = say(*ASKED, *mode)
@@ -333,14 +333,14 @@ def test_no_exact_value_reaches_any_public_byte(say: Callable[..., Any], monkeyp
     for mode in (["--dry-run"], ["--json"], []):
         exact, shown = public(data, *mode)
         assert shown[0] == 0
-        assert [len(one) for one in exact] == ([] if "--dry-run" in mode else [30, 60, 60, 60, 60]), (
+        assert [len(item) for item in exact] == ([] if "--dry-run" in mode else [30, 60, 60, 60, 60]), (
             "of 3 rows a unit, 2 count"
         )
         for neighbour in (changed, removed):
             other, seen = public(neighbour, *mode)
             assert seen == shown, mode
             if not mode:
-                same = [one == two for one, two in zip(exact, other, strict=True)]
+                same = [item == two for item, two in zip(exact, other, strict=True)]
                 assert same == [neighbour is changed, False, False, False, False], "what is counted differs"
     assert b"p7" not in shown[3]
     assert str(Path.cwd()).encode() not in shown[3]

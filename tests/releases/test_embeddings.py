@@ -94,11 +94,11 @@ def test_how_many_clusters_are_borne_follows_from_the_public_number_of_units(say
 
 def test_values_that_are_not_listed_or_missing_are_other_and_never_refused(say: Say) -> None:
     odd: list[Any] = ["never listed", None, "", "YES", 7, ["yes"], {"yes": 1}, "other"]
-    found = rows(4 * len(odd))
-    for place, row in enumerate(found):
+    result = rows(4 * len(odd))
+    for place, row in enumerate(result):
         row["label"] = odd[place % len(odd)]
-    del found[1]["label"]
-    write(found)
+    del result[1]["label"]
+    write(result)
     code, _, error = say(*PREDICT)
     assert code == 0, error
     counts = dict(released("classifier").releases[0].counts())
@@ -107,14 +107,14 @@ def test_values_that_are_not_listed_or_missing_are_other_and_never_refused(say: 
 
 
 def test_odd_texts_and_a_unit_of_a_thousand_rows_are_no_error(say: Say) -> None:
-    found = [*rows(), {"text": "", "who": "p1", "label": "yes"}, {"text": " \u200b", "who": "p2", "label": "no"}]
-    found += [{"text": f"again {n} " * 40, "who": "p3", "label": "yes"} for n in range(1000)]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    result = [*rows(), {"text": "", "who": "p1", "label": "yes"}, {"text": " \u200b", "who": "p2", "label": "no"}]
+    result += [{"text": f"again {n} " * 40, "who": "p3", "label": "yes"} for n in range(1000)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in result))
     assert say(*PREDICT)[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--predict", "label", "--values", "yes"], "--values"),
         (["--predict", "label", "--values", "yes,yes"], "--values"),
@@ -136,11 +136,11 @@ def test_odd_texts_and_a_unit_of_a_thousand_rows_are_no_error(say: Say) -> None:
         ([*CLUSTERS, "--model.adapter", "somewhere"], "model.adapter"),
     ],
 )
-def test_bad_input_is_one_message_and_nothing_is_spent(say: Say, words: list[str], told: str) -> None:
+def test_bad_input_is_one_message_and_nothing_is_spent(say: Say, words: list[str], message: str) -> None:
     code, _, error = say(*words)
     assert code in (2, 3)
     [line] = error.splitlines()
-    assert told in line
+    assert message in line
     assert entries() == 0
 
 
@@ -154,8 +154,8 @@ def test_an_encoder_that_couples_rows_or_learned_these_data_is_refused(
 ) -> None:
     real = loading.load_base
 
-    def coupled(*given: Any, **more: Any) -> Any:
-        model = real(*given, **more)
+    def coupled(*arguments: Any, **more: Any) -> Any:
+        model = real(*arguments, **more)
         model.config.quantization_config = type("Outliers", (), {"load_in_8bit": True, "llm_int8_threshold": 6.0})()
         return model
 

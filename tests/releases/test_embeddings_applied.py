@@ -37,8 +37,8 @@ def test_a_classifier_tells_labels_apart_and_classifies_a_file(
         "new.jsonl",
     )
     assert main(["classify", "classifier", "new.jsonl"]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert found == [{"row": n, "label": one} for n, one in enumerate(("yes", None, "no", None), 1)]
+    record = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert record == [{"row": n, "label": one} for n, one in enumerate(("yes", None, "no", None), 1)]
     write([{"number": 1}], "bare.jsonl")
     code = main(["classify", "classifier", "bare.jsonl"])
     assert (code, capsys.readouterr().err.count("\n")) == (2, 1)
@@ -72,10 +72,10 @@ def test_clusters_are_named_by_words_of_the_vocabulary_and_assign_a_file(
     write([*rows(2), {"text": ""}], "new.jsonl")
     capsys.readouterr()
     assert main(["classify", "clusters", "new.jsonl"]) == 0
-    found = [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()]
-    assert found[-1] is None
-    assert found[0] == found[1] != found[2] == found[3]
-    assert set(found[:-1]) == set(names)
+    record = [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()]
+    assert record[-1] is None
+    assert record[0] == record[1] != record[2] == record[3]
+    assert set(record[:-1]) == set(names)
 
 
 def edited(folder: Path, **changes: Any) -> None:

@@ -53,7 +53,7 @@ def test_text_of_every_file_of_a_source_is_searched_for(tmp_path: Path, source: 
         (gzip.compress if "gz" in str(source) else bytes)("".join(rows).encode())
     )
     inside = folder.parent if source == "ward" else folder
-    train = [str(inside / one) for one in source] if isinstance(source, list) else str(inside / source)
+    train = [str(inside / item) for item in source] if isinstance(source, list) else str(inside / source)
     run = a_run(tmp_path, train)
     with pytest.raises(Refused, match=r"training text: .* is in chat.jinja"):
         list(leaks._rows(run, {"chat.jinja": ROWS[2][2]}, run.export))

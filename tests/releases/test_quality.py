@@ -67,18 +67,18 @@ def statement(data: Json | None = None, **described: Any) -> privacy_record.Priv
     return privacy_record.read(cards.render_card(recipe, cards.plan(), cards.record(), None, statistics=statistics)[1])
 
 
-def measure(run: RunDir, config: RunConfig, made: list[Json], said: Any) -> tuple[quality.Quality, Json]:
-    return quality.measure(made, quality.of_run(run, config, said))
+def measure(run: RunDir, config: RunConfig, made: list[Json], message: Any) -> tuple[quality.Quality, Json]:
+    return quality.measure(made, quality.of_run(run, config, message))
 
 
-def write(run: RunDir, config: RunConfig, made: list[Json], said: Any) -> quality.Quality:
-    return quality.report(made, quality.of_run(run, config, said), run.private / quality.FOLDER, lambda line: None)
+def write(run: RunDir, config: RunConfig, made: list[Json], message: Any) -> quality.Quality:
+    return quality.report(made, quality.of_run(run, config, message), run.private / quality.FOLDER, lambda line: None)
 
 
 def measured(root: Path, train: list[Json], held: list[Json] | None, made: list[Json], **data: Any) -> tuple[str, Json]:
     declared = {name: value for name, value in data.items() if "public" in name}
-    found = measure(*a_run(root, train, held, **data), made, statement(declared))
-    return json.dumps(found[0].to_json(), sort_keys=True), found[1]
+    result = measure(*a_run(root, train, held, **data), made, statement(declared))
+    return json.dumps(result[0].to_json(), sort_keys=True), result[1]
 
 
 MADE = rows(60, 5)
@@ -113,8 +113,8 @@ def test_public_figures_read_evaluation_rows_only_where_these_are_declared_publi
 
 
 def test_a_label_that_can_be_learned_is_found_and_a_shuffled_one_is_not(tmp_path: Path) -> None:
-    found = measured(tmp_path / "a", TRAIN, HELD, MADE)[1]["figures"]
-    assert found["visit by TSTR: accuracy, low"] > 0.8
+    result = measured(tmp_path / "a", TRAIN, HELD, MADE)[1]["figures"]
+    assert result["visit by TSTR: accuracy, low"] > 0.8
     lost = measured(tmp_path / "b", TRAIN, HELD, rows(60, 5, shuffled=True))[1]["figures"]
     assert lost["visit by TSTR: accuracy, low"] < 0.5 < lost["visit by TSTR: accuracy, high"] < 0.9
     assert lost["visit by TRTR: accuracy, low"] > 0.8
@@ -129,10 +129,10 @@ def test_repeated_words_are_counted_beside_held_out_rows(tmp_path: Path) -> None
         {"visit": "home", "text": "she told us all about the pears of the vicar"},
         {"visit": "home", "text": "Nothing here"},
     ]
-    found = measured(tmp_path, train, HELD, made)[1]["figures"]
-    assert found["with 8 words of any training row"] == 0.25
-    assert found["with 8 words of any evaluation row"] == 0
-    assert found["with 8 words of equally many training rows"] == 0.25  # the first row is among them
+    result = measured(tmp_path, train, HELD, made)[1]["figures"]
+    assert result["with 8 words of any training row"] == 0.25
+    assert result["with 8 words of any evaluation row"] == 0
+    assert result["with 8 words of equally many training rows"] == 0.25  # the first row is among them
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_rows_with_nothing_to_measure_are_answered(
 
 
 def test_prompts_and_completions_are_measured_as_their_run_learned_them(tmp_path: Path) -> None:
-    pairs = [{"asked": one["visit"], "completion": one["text"]} for one in TRAIN]
+    pairs = [{"asked": item["visit"], "completion": item["text"]} for item in TRAIN]
     more: Json = {"format": "prompt_completion", "columns": {"prompt": "asked"}, "control": []}
     run, config = a_run(tmp_path, pairs, None, planted=False, **more)
     made = [{"prompt": "home", "completion": TRAIN[0]["text"]}, {"prompt": "home", "completion": "Nothing"}]
@@ -193,10 +193,10 @@ def test_released_statistics_stand_beside_the_rows(tmp_path: Path) -> None:
     lengths = {"statistic": "quantile 0.5 of token lengths", "declared": declared, "value": {"candidate": 64}}
     releases = [shares, {**base, **lengths, "entry": "2c3d"}]
     record = statement(releases=releases)
-    found = measure(*a_run(tmp_path, TRAIN, HELD, control=["visit"]), MADE, record)[0].figures
-    assert (found["share of home: released"], found["share of other: released"]) == (0.3, 0)
-    assert found["tokens, quantile 0.5: released"] == 64
-    assert found["share of home: synthetic"] == sum(row["visit"] == "home" for row in MADE) / len(MADE)
+    result = measure(*a_run(tmp_path, TRAIN, HELD, control=["visit"]), MADE, record)[0].figures
+    assert (result["share of home: released"], result["share of other: released"]) == (0.3, 0)
+    assert result["tokens, quantile 0.5: released"] == 64
+    assert result["share of home: synthetic"] == sum(row["visit"] == "home" for row in MADE) / len(MADE)
 
 
 def test_shares_are_those_of_the_commonest_codes_so_that_a_record_stays_small(tmp_path: Path) -> None:
@@ -205,12 +205,12 @@ def test_shares_are_those_of_the_commonest_codes_so_that_a_record_stays_small(tm
     value = {f"ward {number}": number for number in range(500)} | {"other": 0}
     shares = {"statistic": "shares of visit", "declared": {"values": [*value][:-1]}}
     record = statement(releases=[{**base, **shares, "value": value}])
-    found = measure(*a_run(tmp_path, TRAIN, None, planted=False), made, record)[0].figures
+    result = measure(*a_run(tmp_path, TRAIN, None, planted=False), made, record)[0].figures
     for side in ("synthetic", "released"):
-        names = {name for name in found if name.startswith("share of") and name.endswith(side)}
+        names = {name for name in result if name.startswith("share of") and name.endswith(side)}
         assert len(names) == quality.MOST_CODES
         assert f"share of ward 0: {side}" not in names
-    assert found["share of ward 499: released"] == 499 / sum(range(500))
+    assert result["share of ward 499: released"] == 499 / sum(range(500))
 
 
 def test_private_files_are_for_their_owner_alone(tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ def advice(config: RunConfig, num_units: int = 3790) -> list[str]:
     return advise(config, plan_of(config, num_units))
 
 
-def only(found: list[str]) -> str:
-    assert len(found) == 1, found
-    assert "Type --" in found[0]
-    return found[0]
+def only(result: list[str]) -> str:
+    assert len(result) == 1, result
+    assert "Type --" in result[0]
+    return result[0]
 
 
 @pytest.mark.parametrize("name", ["smoke/clinic", "lora/e2e", "frozen/e2e"])
@@ -127,11 +127,11 @@ def test_noise_per_signal_is_the_ratio_in_the_sum_of_all_updates(seed: int) -> N
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(size=st.integers(1, 3000), steps=st.integers(1, 3000), extra=st.integers(0, 10_000))
 def test_larger_batches_keep_the_compute_and_the_limits(size: int, steps: int, extra: int) -> None:
-    for one in _larger_batches(Schedule(size + extra, 0, size, size / (size + extra), steps)):
-        batch, count = one.expected_batch_size, one.num_steps
+    for item in _larger_batches(Schedule(size + extra, 0, size, size / (size + extra), steps)):
+        batch, count = item.expected_batch_size, item.num_steps
         assert math.log2(batch / size).is_integer()
         assert size < batch <= size + extra
-        assert one.sampling_rate == batch / one.dataset_size
+        assert item.sampling_rate == batch / item.dataset_size
         assert count >= MIN_STEPS
         assert abs(batch * count - size * steps) <= batch / 2
 

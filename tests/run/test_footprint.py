@@ -47,14 +47,14 @@ def only_config(path: Path, family: str = "llama", **changes: Any) -> Path:
 @pytest.mark.parametrize("adapter", [LORA, {**LORA, "lora_a": "frozen"}, FROZEN], ids=["lora", "lora_a", "frozen"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "opt"])
 def test_what_trains_is_what_would_train(family: str, adapter: dict[str, Any], tmp_path: Path) -> None:
-    found = footprint(recipe(only_config(tmp_path / "config", family), adapter))
+    estimate = footprint(recipe(only_config(tmp_path / "config", family), adapter))
     real = loading.build(recipe(tiny.save_model(tmp_path / "whole", family), adapter), torch.device("cpu"))
-    assert list(found.kinds) == adapters.trainable_table(real)
-    assert found.total == sum(parameter.numel() for parameter in real.parameters())
-    assert found.trainable == sum(parameter.numel() for parameter in real.parameters() if parameter.requires_grad)
-    assert found.memory is not None
-    assert found.memory.trainable == 4 * found.trainable
-    assert found.memory.weights == 4 * (found.total - found.trainable)
+    assert list(estimate.kinds) == adapters.trainable_table(real)
+    assert estimate.total == sum(parameter.numel() for parameter in real.parameters())
+    assert estimate.trainable == sum(parameter.numel() for parameter in real.parameters() if parameter.requires_grad)
+    assert estimate.memory is not None
+    assert estimate.memory.trainable == 4 * estimate.trainable
+    assert estimate.memory.weights == 4 * (estimate.total - estimate.trainable)
 
 
 def test_attention_that_cannot_keep_rows_apart_is_planned_one_by_one(
@@ -116,11 +116,11 @@ def test_passes_are_planned_as_the_recipe_says_or_as_a_run_would_choose(tmp_path
     only_config(tmp_path)
     assert footprint(recipe(tmp_path)).packing.tokens == 128
     config = recipe(tmp_path, train__tokens_per_pass="auto")
-    found = footprint(config)
+    estimate = footprint(config)
     net = loading.build(recipe(tiny.save_model(tmp_path / "whole")), tm.CPU)
-    assert found.packing == memory.packing_for(config, net, tiny.SMALL["vocab_size"], tm.CPU)
-    stated = footprint(recipe(tmp_path, train__tokens_per_pass=found.packing.tokens))
-    assert (stated.packing, stated.memory) == (found.packing, found.memory)
+    assert estimate.packing == memory.packing_for(config, net, tiny.SMALL["vocab_size"], tm.CPU)
+    stated = footprint(recipe(tmp_path, train__tokens_per_pass=estimate.packing.tokens))
+    assert (stated.packing, stated.memory) == (estimate.packing, estimate.memory)
 
 
 def test_a_gpu_is_planned_for_from_elsewhere(tmp_path: Path) -> None:
@@ -161,24 +161,24 @@ def test_what_the_model_would_refuse_is_said(tmp_path: Path, monkeypatch: pytest
         raise Refused("a layer couples rows")
 
     monkeypatch.setattr("dpllm.privacy.guards.check_model", refuse)
-    found = footprint(recipe(only_config(tmp_path), data__max_length=129))
-    assert [type(error) for error in found.refusals] == [Refused, ConfigError]
-    assert "129 is more than the 128 positions" in str(found.refusals[1])
+    estimate = footprint(recipe(only_config(tmp_path), data__max_length=129))
+    assert [type(error) for error in estimate.refusals] == [Refused, ConfigError]
+    assert "129 is more than the 128 positions" in str(estimate.refusals[1])
 
 
 def test_an_architecture_that_computes_from_values_is_counted_without_memory(tmp_path: Path) -> None:
     attention = {"method": "lora", "target_modules": ["q_proj", "v_proj"]}
-    found = footprint(recipe(only_config(tmp_path, "mixtral"), attention))
-    assert found.trainable > 0
-    assert found.memory is None
-    assert "without weights" in found.basis
+    estimate = footprint(recipe(only_config(tmp_path, "mixtral"), attention))
+    assert estimate.trainable > 0
+    assert estimate.memory is None
+    assert "without weights" in estimate.basis
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("absent-folder", r"model\.name_or_path"), ("builtin:absent", "not embedded in dpllm")]
+    ("name", "message"), [("absent-folder", r"model\.name_or_path"), ("builtin:absent", "not embedded in dpllm")]
 )
-def test_a_model_that_is_not_there_is_a_wrong_recipe(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_model_that_is_not_there_is_a_wrong_recipe(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         footprint(recipe(name))
 
 
@@ -257,8 +257,8 @@ def test_the_estimate_of_memory_is_near_that_of_a_real_step(name: str, method: s
     folder = loading.source(source) if source.startswith("builtin") else str(tmp_path)
     adapter = {"method": "lora", "r": 16} if method == "lora" else {"method": "frozen", "last_blocks": 2}
     changes = {"data__max_length": tokens, "train__tokens_per_pass": rows * tokens + 1, "train__batch_size": 2 * rows}
-    found = footprint(recipe(folder, adapter, **changes))
+    estimate = footprint(recipe(folder, adapter, **changes))
     measured = int(run_program(WORKER, folder, rows, tokens, 2, method, timeout=600, **MALLOC))
-    ratio = found.memory.total / measured
+    ratio = estimate.memory.total / measured
     print(f"\n{name}, {method}: estimate over measured {ratio:.2f}")
     assert 0.7 < ratio < 1.5

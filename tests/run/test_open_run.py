@@ -106,7 +106,7 @@ def test_a_changed_plan_and_added_weights_are_named(run: RunDir) -> None:
 def test_nobody_can_confirm_a_guess_of_private_files(tmp_path: Path) -> None:
     """Equal private files have other digests in every run, and the key is its owner's alone."""
     first, second = (write_run(tmp_path / name) for name in "ab")
-    shown = [read_json(one.run)["manifest"] for one in (first, second)]
+    shown = [read_json(item.run)["manifest"] for item in (first, second)]
     for name in WRITTEN:
         assert (shown[0][name] == shown[1][name]) == name.startswith("export/")
     assert stat.S_IMODE(first.key.stat().st_mode) == 0o600

@@ -60,8 +60,8 @@ def planned(**changes: Any) -> Any:
 def engine(model: nn.Module, ledger: dpllm.Ledger, kind: Any = torch.optim.SGD, **changes: Any) -> dpllm.Engine:
     trains = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trains, lr=0.1) if kind is torch.optim.SGD else kind(trains)
-    given = {"ledger": ledger, "dataset": "letters", "max_length": LENGTH, **changes}
-    return dpllm.Engine(model, optimizer, given.pop("plan", planned()), given.pop("units", units()), **given)
+    settings = {"ledger": ledger, "dataset": "letters", "max_length": LENGTH, **changes}
+    return dpllm.Engine(model, optimizer, settings.pop("plan", planned()), settings.pop("units", units()), **settings)
 
 
 def test_every_step_is_charged_and_the_whole_run_reserved_before(model: nn.Module, ledger: dpllm.Ledger) -> None:
@@ -324,10 +324,10 @@ def test_banded_noise_takes_turns_and_takes_nothing_back_from_before_a_step_that
     draw, add = PoissonSampler.draw, BandedNoise.add_to
 
     def watched(sampler: PoissonSampler) -> list[int]:
-        drawn.append(set(found := draw(sampler)))
+        drawn.append(set(result := draw(sampler)))
         if where == "in the draw" and len(drawn) == 4:
             raise Refused("interrupted")
-        return found
+        return result
 
     monkeypatch.setattr(PoissonSampler, "draw", watched)
     monkeypatch.setattr(BandedNoise, "add_to", lambda self, *more: held.append(len(self._past)) or add(self, *more))

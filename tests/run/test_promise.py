@@ -70,27 +70,27 @@ def test_rows_that_are_kept_for_training_are_in_no_repr(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "missing", "told"),
+    ("changes", "missing", "message"),
     [
         ({"telemetry": {"trackers": ["tensorboard", "mlflow"]}}, "mlflow", "telemetry.trackers needs"),
         ({"model__quantization": "4bit"}, "bitsandbytes", "model.quantization needs"),
     ],
 )
 def test_a_package_that_is_not_installed_is_refused_before_anything_is_reserved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, missing: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, missing: str, message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)  # as if it were not installed
     config = recipe(tmp_path, **changes)
-    (found,) = decide(config, Start()).refusals
-    assert isinstance(found, ConfigError)
-    assert told in str(found)
-    assert f"{missing}, which is not installed" in str(found)
+    (result,) = decide(config, Start()).refusals
+    assert isinstance(result, ConfigError)
+    assert message in str(result)
+    assert f"{missing}, which is not installed" in str(result)
     assert decide(config).refusals == (), "without a run, no package is needed"
 
 
 def test_prompts_that_cannot_be_read_are_refused_by_plan_too(tmp_path: Path) -> None:
     config = recipe(tmp_path, train__sample_prompts=str(tmp_path / "none.txt"))
-    assert any("none.txt" in str(found) for found in decide(config, Start()).refusals)
+    assert any("none.txt" in str(refusal) for refusal in decide(config, Start()).refusals)
 
 
 @pytest.mark.parametrize("kept", ["tokenizer_config.json", "chat_template.jinja", "additional", "none"])
@@ -109,13 +109,13 @@ def test_chats_need_a_template(tmp_path: Path, kept: str) -> None:
     assert messages(config) == [], "text needs none"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     tiny.write_rows(tmp_path / "rows.jsonl", [{"messages": turns}] * ROWS)
-    found = messages(config)
-    assert len(found) == (kept == "none")
-    assert all("has no chat template" in message for message in found)
+    refusals = messages(config)
+    assert len(refusals) == (kept == "none")
+    assert all("has no chat template" in message for message in refusals)
 
 
 @pytest.mark.parametrize(
-    ("declared", "delta", "told"),
+    ("declared", "delta", "refusal_text"),
     [
         (2, 0.49, "data.public_size 2 is wrong"),
         (2, "auto", "data.public_size 2 is wrong"),
@@ -128,29 +128,29 @@ def test_chats_need_a_template(tmp_path: Path, kept: str) -> None:
     ],
 )
 def test_a_declared_size_that_hides_most_of_the_data_is_refused_without_telling_their_number(
-    tmp_path: Path, declared: int, delta: Any, told: str | None
+    tmp_path: Path, declared: int, delta: Any, refusal_text: str | None
 ) -> None:
     """At 2 declared beside 400 units, a delta of .49 stood on the card."""
     config = recipe(tmp_path, data__public_size=declared, privacy__delta=delta, train__batch_size=2)
-    found = messages(config)
-    assert [message[: len(told or "")] for message in found] == [told] * (told is not None)
-    assert not any(re.search(rf"\b{ROWS}\b", message) for message in found)
+    refusals = messages(config)
+    assert [message[: len(refusal_text or "")] for message in refusals] == [refusal_text] * (refusal_text is not None)
+    assert not any(re.search(rf"\b{ROWS}\b", message) for message in refusals)
 
 
 def test_a_sampling_rate_that_floats_do_not_bear_is_refused_by_plan_too(tmp_path: Path) -> None:
-    found = messages(recipe(tmp_path, data__public_size=10**13, train__batch_size=1))
-    assert len(found) == 1
-    assert "sampling_rate is 1e-13" in found[0]
+    refusals = messages(recipe(tmp_path, data__public_size=10**13, train__batch_size=1))
+    assert len(refusals) == 1
+    assert "sampling_rate is 1e-13" in refusals[0]
 
 
 def test_all_guards_are_found_at_once(tmp_path: Path) -> None:
     config = recipe(tmp_path, privacy__delta=0.5, adapter={"method": "lora", "dropout": 0.1}, train__batch_size=51)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
-    found = messages(config)
+    refusals = messages(config)
     for words in ("adapter.dropout", "already holds a run", "train.batch_size 51", "privacy.delta 0.5"):
-        assert [message for message in found if words in message], words
-    assert len(found) == 4
+        assert [message for message in refusals if words in message], words
+    assert len(refusals) == 4
     assert decide(config, Start()).exit_code == 3  # a refusal outweighs a wrong directory
 
 

@@ -78,24 +78,24 @@ def test_flops_are_those_that_a_real_model_computes(name: str, checkpointing: bo
         model.get_output_embeddings()(hidden_of(model, rows, length, 1, length)).sum().backward()
     # A fused kernel computes the weights of attention once more in its backward pass, and here they are kept.
     again = 2 * shape.blocks * rows * length * length * shape.width
-    found = counter.get_total_flops() + again
+    result = counter.get_total_flops() + again
     said = rows * length * scaling.flops_per_token(shape, length, checkpointing=checkpointing)
     # Below: the first block's input needs no gradient, a part of two blocks.
-    assert said == pytest.approx(found, rel=0.06)
-    assert said >= 0.999 * found
+    assert said == pytest.approx(result, rel=0.06)
+    assert said >= 0.999 * result
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_activations_are_those_that_a_real_model_keeps(name: str) -> None:
     shape, rows, length = SHAPES[name], 2, 128
-    said = {on: scaling.memory(shape, length, rows, checkpointing=on)["activations"] for on in (False, True)}
+    results = {on: scaling.memory(shape, length, rows, checkpointing=on)["activations"] for on in (False, True)}
     kept = kept_by(shape, rows, length, False)
-    assert said[False] == pytest.approx(kept, rel=0.1)
+    assert results[False] == pytest.approx(kept, rel=0.1)
     kept = kept_by(shape, rows, length, True)
     last = rows * length * scaling.LAST * shape.width
-    one_block = (said[False] - last) / shape.blocks  # recomputed in the backward pass, which `kept` does not see
-    assert said[True] - one_block == pytest.approx(kept, rel=0.1)
-    assert said[True] < said[False]
+    one_block = (results[False] - last) / shape.blocks  # recomputed in the backward pass, which `kept` does not see
+    assert results[True] - one_block == pytest.approx(kept, rel=0.1)
+    assert results[True] < results[False]
 
 
 @pytest.mark.parametrize("name", SHAPES)

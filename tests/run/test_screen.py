@@ -139,10 +139,10 @@ def shown(
 
 def test_a_log_says_now_and_then_what_takes_long_if_that_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["200 of 1000 done after 6 s", "900 of 1000 done after 27 s"]
-    found = shown(monkeypatch, io.StringIO(), "Self-check", public=True).splitlines()
-    assert found == [f"Self-check: {line}" for line in lines]
-    found = shown(monkeypatch, io.StringIO(), "Evaluating", public=False, public_rows=True).splitlines()
-    assert found == [f"Evaluating: {line}" for line in lines]
+    result = shown(monkeypatch, io.StringIO(), "Self-check", public=True).splitlines()
+    assert result == [f"Self-check: {line}" for line in lines]
+    result = shown(monkeypatch, io.StringIO(), "Evaluating", public=False, public_rows=True).splitlines()
+    assert result == [f"Evaluating: {line}" for line in lines]
     assert (
         shown(monkeypatch, io.StringIO(), STEP, public=False, public_rows=True) == ""
     )  # steps have lines of their own
@@ -153,16 +153,16 @@ def test_a_log_says_now_and_then_what_takes_long_if_that_is_public(monkeypatch: 
 
 def test_a_terminal_shows_how_far_it_is_and_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    found = shown(monkeypatch, Terminal(), "Tokenising", public=False)
-    assert "Tokenising" in found
-    assert "9 units, 900 of 1,000, 0:00:03 left" in found
+    result = shown(monkeypatch, Terminal(), "Tokenising", public=False)
+    assert "Tokenising" in result
+    assert "9 units, 900 of 1,000, 0:00:03 left" in result
 
 
 def test_a_step_says_how_far_it_is_once_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    found = shown(monkeypatch, Terminal(), STEP, public=False)
-    assert "9 units, 900 of 1,000, 33 tokens/s, 0:00:03 left" in found
-    assert "0 of 1,000" not in found.replace("900 of", "").replace("00 of", "")
+    result = shown(monkeypatch, Terminal(), STEP, public=False)
+    assert "9 units, 900 of 1,000, 33 tokens/s, 0:00:03 left" in result
+    assert "0 of 1,000" not in result.replace("900 of", "").replace("00 of", "")
     assert STEP not in shown(monkeypatch, Terminal(), STEP, public=False, pace=0.1)
 
 
@@ -187,9 +187,9 @@ def ended(run: RunDir, **changes: Any) -> Any:
     return SimpleNamespace(directory=run, record=record(**changes), plan=plan, config=config)
 
 
-def text_of(found: dict[str, Any]) -> str:
+def text_of(result: dict[str, Any]) -> str:
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(screen.summary_table(found))
+    console.print(screen.summary_table(result))
     return console.export_text()
 
 
@@ -202,13 +202,13 @@ def test_names_are_no_markup(tmp_path: Path) -> None:
 def test_the_summary_says_epsilon_and_what_to_type_next(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a run")
     run.make()
-    found = screen.summary(ended(run))
-    assert (found["epsilon"], found["delta"], found["eval_loss_after"]) == (3.0, 1e-5, None)
-    assert found["private_figures"] == str(run.private / "summary.json")
-    assert found["next"] == [f"dpllm card '{run.root}'"]  # nothing was planted that could be audited
+    result = screen.summary(ended(run))
+    assert (result["epsilon"], result["delta"], result["eval_loss_after"]) == (3.0, 1e-5, None)
+    assert result["private_figures"] == str(run.private / "summary.json")
+    assert result["next"] == [f"dpllm card '{run.root}'"]  # nothing was planted that could be audited
     run.canaries.write_text("{}")
     assert screen.summary(ended(run))["next"][0] == f"dpllm audit '{run.root}'"
-    assert "epsilon 3.000 at delta 1e-05" in text_of(found)
+    assert "epsilon 3.000 at delta 1e-05" in text_of(result)
 
 
 def test_the_summary_of_a_run_without_a_guarantee_states_no_epsilon(tmp_path: Path) -> None:
@@ -216,11 +216,11 @@ def test_the_summary_of_a_run_without_a_guarantee_states_no_epsilon(tmp_path: Pa
     run.make()
     told = SimpleNamespace(public={"eval_loss_before": 2.0, "eval_loss_after": 1.5})
     refused = SimpleNamespace(holds=False, reason="the noise has a seed")
-    found = screen.summary(ended(run, metrics=told, guarantee=refused, status="interrupted"))
-    assert "epsilon" not in text_of(found)
-    assert "none: the noise has a seed" in text_of(found)
-    assert "2.0000 before, 1.5000 after" in text_of(found)
-    assert found["next"][0] == f"dpllm train {run.config} --overwrite"
+    result = screen.summary(ended(run, metrics=told, guarantee=refused, status="interrupted"))
+    assert "epsilon" not in text_of(result)
+    assert "none: the noise has a seed" in text_of(result)
+    assert "2.0000 before, 1.5000 after" in text_of(result)
+    assert result["next"][0] == f"dpllm train {run.config} --overwrite"
     run.resume.mkdir()
     assert screen.summary(ended(run, status="interrupted"))["next"][0].endswith("--resume")
 

@@ -76,10 +76,10 @@ def base(*before: Ancestor, **changes: Any) -> Base:
 
 def settle(parent: Base | None, config: RunConfig | None = None, **changes: Any) -> Lineage:
     terms: Json = {"dataset": "notes", "derived_from": None, "book": None, "plan": plan(), **changes}
-    found = lineage.compose_with_base(parent, config or recipe(), **terms)
-    assert found is not None
-    assert Lineage.pick(found.to_json()) == found
-    return found
+    result = lineage.compose_with_base(parent, config or recipe(), **terms)
+    assert result is not None
+    assert Lineage.pick(result.to_json()) == result
+    return result
 
 
 @pytest.fixture
@@ -197,9 +197,9 @@ def test_without_privacy_nothing_is_promised_together() -> None:
 def test_it_does_not_matter_which_ledger_holds_the_runs_before(book: Ledger, tmp_path: Path) -> None:
     parent = base(entry=reserve(book))
     with Ledger(tmp_path / "other.sqlite") as other:
-        found = [settle(parent, book=where) for where in (book, other, None)]
-    assert found[0].composed is not None
-    assert found[0] == found[1] == found[2]
+        result = [settle(parent, book=where) for where in (book, other, None)]
+    assert result[0].composed is not None
+    assert result[0] == result[1] == result[2]
 
 
 def test_derived_data_are_their_parents(book: Ledger) -> None:

@@ -44,7 +44,7 @@ def objects(block: Json) -> list[Where]:
     return [
         at
         for at in places
-        if isinstance(get(block, at), dict) and not any(one == "event" or isinstance(one, int) for one in at)
+        if isinstance(get(block, at), dict) and not any(item == "event" or isinstance(item, int) for item in at)
     ]
 
 

@@ -46,10 +46,10 @@ def again(folder: Path, **changes: Any) -> None:
 
 
 def test_it_verifies_in_its_run_and_without_it(made: Path, folder: Path) -> None:
-    found = {check.name: check for check in verify(made).checks}
-    assert [name for name, check in found.items() if check.status == "failed"] == []
-    assert found["run"].status == "verified"
-    assert found["model"].status == "asserted"
+    results = {check.name: check for check in verify(made).checks}
+    assert [name for name, check in results.items() if check.status == "failed"] == []
+    assert results["run"].status == "verified"
+    assert results["model"].status == "asserted"
     alone = {check.name: check.status for check in verify(folder).checks}
     assert "failed" not in alone.values()
     assert "run" not in alone
@@ -167,7 +167,7 @@ def test_exact_figures_of_rows_that_are_not_declared_public_are_found(folder: Pa
     block = json.loads((folder / "run" / "privacy.json").read_text("utf-8"))
     block["data_public"] = public == "training"
     if public == "training":
-        block["not_covered"] = [one.replace("(declared", "(not declared") for one in block["not_covered"]]
+        block["not_covered"] = [item.replace("(declared", "(not declared") for item in block["not_covered"]]
     carry(folder / "run", block)
     (folder / "run" / "privacy.svg").unlink()
     again(folder, quality={"figures": {name: 0.29404, "share of home: synthetic": 0.5}, "evaluation": None})

@@ -42,13 +42,13 @@ def forged(folder: Path, **changes: Any) -> Path:
 
 
 def test_it_verifies_as_it_was_made(made: Path) -> None:
-    found = {check.name: check.status for check in verify(made).checks}
-    assert "failed" not in found.values()
+    results = {check.name: check.status for check in verify(made).checks}
+    assert "failed" not in results.values()
     computed = ("files", "rows", "record", "batches", "epsilon", "cross-check", "statistics")
     computed += ("limits of attackers", "front matter", "inference in README.md")
-    assert {found[name] for name in computed} == {"verified"}
+    assert {results[name] for name in computed} == {"verified"}
     said = ("writing", "data", "circumstances", "ledger", "values of statistics", "text of the author")
-    assert {found[name] for name in said} == {"asserted"}
+    assert {results[name] for name in said} == {"asserted"}
 
 
 def test_without_control_it_verifies_without_statistics(tmp_path: Path) -> None:
@@ -64,10 +64,10 @@ def test_per_unit_it_verifies(tmp_path: Path) -> None:
 
 def test_n_that_was_declared_bounds_no_batches_and_is_said_to_be_declared(tmp_path: Path) -> None:
     folder = make_texts(tmp_path / "a", **ALONE, neighbouring_relation="add_or_remove_one", num_units=500)
-    found = {check.name: check for check in verify(folder).checks}
+    results = {check.name: check for check in verify(folder).checks}
     assert not verify(folder).failed
-    assert found["batches"].status == "asserted"
-    assert "declared" in found["batches"].detail
+    assert results["batches"].status == "asserted"
+    assert "declared" in results["batches"].detail
     assert "as declared, not counted" in (folder / "README.md").read_text("utf-8")
 
 
@@ -140,9 +140,9 @@ CONSISTENT: dict[str, tuple[Json, set[str]]] = {
 @pytest.mark.parametrize("name", CONSISTENT)
 def test_a_record_that_contradicts_itself_the_rows_or_the_event_is_found(folder: Path, name: str) -> None:
     changes, expected = CONSISTENT[name]
-    found = [one for one in verify(forged(folder, **changes)).checks if one.status == "failed"]
-    assert {one.name for one in found} == expected
-    assert not [one for one in found if "privacy.json" in one.detail or "dpllm card" in one.detail]
+    result = [check for check in verify(forged(folder, **changes)).checks if check.status == "failed"]
+    assert {check.name for check in result} == expected
+    assert not [check for check in result if "privacy.json" in check.detail or "dpllm card" in check.detail]
 
 
 @pytest.mark.parametrize(
@@ -210,9 +210,9 @@ def charged(place: Path, event: BoundedRange = EVENT) -> Json:
 def test_the_total_is_compared_with_the_ledger(tmp_path: Path) -> None:
     total = charged(tmp_path / "ledger.sqlite")
     folder = make_texts(tmp_path / "a", **ALONE, dataset="notes", composed=total)
-    found = {check.name: check.status for check in verify(folder, ledger=str(tmp_path / "ledger.sqlite")).checks}
-    assert "failed" not in found.values()
-    assert {found["ledger"], found["ledger: entry"]} == {"verified"}
+    results = {check.name: check.status for check in verify(folder, ledger=str(tmp_path / "ledger.sqlite")).checks}
+    assert "failed" not in results.values()
+    assert {results["ledger"], results["ledger: entry"]} == {"verified"}
     assert {check.name: check.status for check in verify(folder).checks}["ledger"] == "asserted"
     forged(folder, composed={**total, "spent_epsilon": total["spent_epsilon"] * 1.1})
     assert failing(folder, ledger=str(tmp_path / "ledger.sqlite")) == {"ledger"}
@@ -226,8 +226,10 @@ def test_an_entry_of_another_event_pays_for_no_texts(tmp_path: Path, other_event
     total["spent_epsilon"] = epsilon(EVENT, 1e-5, "zero_out")
     folder = make_texts(tmp_path / "a", **ALONE, dataset="notes", composed=total)
     assert failing(folder) == set()
-    found = [one for one in verify(folder, ledger=str(tmp_path / "ledger.sqlite")).checks if one.status == "failed"]
-    assert ["reserved for an event other" in one.detail for one in found] == [True]
+    result = [
+        check for check in verify(folder, ledger=str(tmp_path / "ledger.sqlite")).checks if check.status == "failed"
+    ]
+    assert ["reserved for an event other" in check.detail for check in result] == [True]
 
 
 def test_a_ledger_that_the_record_does_not_name_is_no_evidence(folder: Path, tmp_path: Path) -> None:

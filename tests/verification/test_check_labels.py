@@ -25,10 +25,12 @@ NOTES = "labels of notes"
 
 def draw(entry: str = "aa", **changes: Any) -> Labels:
     """Three labels of epsilon 1.5 for one annotator."""
-    given = {"epsilon": 1.5, "max_labels": 3, "unit": "who", "dataset": NOTES, "entry": entry, **changes}
-    given.setdefault("unit_epsilon", given["epsilon"] * given["max_labels"])
-    given.setdefault("probability", flip_probability(given["epsilon"]))
-    return Labels.pick(given, mechanism="randomised response", neighbouring_relation="label_changed", date="2026-11-26")
+    settings = {"epsilon": 1.5, "max_labels": 3, "unit": "who", "dataset": NOTES, "entry": entry, **changes}
+    settings.setdefault("unit_epsilon", settings["epsilon"] * settings["max_labels"])
+    settings.setdefault("probability", flip_probability(settings["epsilon"]))
+    return Labels.pick(
+        settings, mechanism="randomised response", neighbouring_relation="label_changed", date="2026-11-26"
+    )
 
 
 def total(own: Labels, *before: Labels, held: float = 0.0) -> float | None:
@@ -70,8 +72,8 @@ def test_a_draw_whose_figures_are_not_those_of_its_epsilon_is_none(wrong: dict[s
 
 def said(own: Labels | None, *before: Labels, ledger: Path | None = None) -> list[str]:
     record = SimpleNamespace(labels=own, labels_before=before)
-    found: Any = SimpleNamespace(record=record, run=None, ledger=str(ledger) if ledger else None, again="")
-    return [f"{one.status} {one.name}: {one.detail}" for one in check_released.of_model(found)]
+    result: Any = SimpleNamespace(record=record, run=None, ledger=str(ledger) if ledger else None, again="")
+    return [f"{item.status} {item.name}: {item.detail}" for item in check_released.of_model(result)]
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def published(root: Path, ledger: str) -> Published[Any]:
     return opened(page.parent, run=RunDir(root))
 
 
-def last(found: Published[Any]) -> Check:
-    return list(check_ledger.check(found))[-1]
+def last(result: Published[Any]) -> Check:
+    return list(check_ledger.check(result))[-1]
 
 
 def test_a_ledger_in_use_keeps_its_locks(tmp_path: Path) -> None:
@@ -88,9 +88,9 @@ def test_a_ledger_is_read_and_nothing_else(tmp_path: Path) -> None:
         ledger.charge(claim.entry, 1)
         head = ledger.head()  # the chain says the steps of a short run at each one
         assert check_ledger._open(str(path), head).steps == {claim.entry: 1}  # of a ledger in use, the last step too
-    before = {one.name: one.read_bytes() for one in folder.iterdir()}
+    before = {item.name: item.read_bytes() for item in folder.iterdir()}
     assert len(check_ledger._open(str(path), head).entries) == head["count"]
-    assert {one.name: one.read_bytes() for one in folder.iterdir()} == before
+    assert {item.name: item.read_bytes() for item in folder.iterdir()} == before
     with pytest.raises(Wrong, match="lacks an earlier head"):
         check_ledger._open(str(path), {**head, "hash": "1" * 64})
 

@@ -125,7 +125,7 @@ FRESH = {"auc": 0.56, "gdp_mu": 0.29433, "tpr_at_fpr_0.01": 0.019}
 )
 def test_gdp_mu_alone_is_compared_to_three_digits(key: str, times: float, wrong: bool) -> None:
     differing = check_promise.differing({**FRESH, key: FRESH[key] * times}, FRESH, TERMS, "limits")
-    assert [one.field for one in differing] == [f"limits.{key}"] * wrong
+    assert [item.field for item in differing] == [f"limits.{key}"] * wrong
 
 
 @pytest.mark.parametrize(
