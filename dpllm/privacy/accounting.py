@@ -25,16 +25,9 @@ from dpllm.privacy.privacy_loss import Relation, epsilon_at, privacy_loss
 from dpllm.privacy.renyi import MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER, rdp_epsilon
 from dpllm.records import NotNegative, Positive, Record
 
-__all__ = [
-    "calibrate_noise_multiplier",
-    "cross_check",
-    "curve",
-    "epsilon",
-    "epsilon_by_accountant",
-    "finite",
-    "versions",
-]
+__all__ = ["calibrate_noise_multiplier", "cross_check", "curve", "epsilon", "epsilon_by_accountant"]
 __all__ += ["FINE_INTERVAL", "Event", "Relation", "accountants", "compose", "count_releases", "dp_sgd_event"]
+__all__ += ["finite", "versions"]
 
 FINE_INTERVAL = 1e-4  # discretisation of the privacy loss, for every epsilon that is stated
 PRV_MAX_POINTS = 4_000_000  # about 0.8 GB

@@ -214,6 +214,7 @@ class Plan(Mechanism):
         ``best_of``: the choice by which this run is released and no other; None: it is released whatever it is like.
         """
         event, relation, delta = best_of or run.event_of_steps, run.neighbouring_relation, run.delta
+        by_accountant = accounting.epsilon_by_accountant(event, delta, relation)
         derived = {
             "schema_version": 2,
             "definition": "(epsilon, delta)-differential privacy",
@@ -226,10 +227,7 @@ class Plan(Mechanism):
                 name=ACCOUNTANT, interval=accounting.FINE_INTERVAL, version=accounting.versions()["version"]
             ),
             "cross_check": None,
-            "accountants": {
-                name: accounting.finite(value)
-                for name, value in accounting.epsilon_by_accountant(event, delta, relation).items()
-            },
+            "accountants": {name: accounting.finite(value) for name, value in by_accountant.items()},
             "limits": MechanismLimits.model_validate(limits.attacker_limits_of(event, relation)),
             "curve": tuple(
                 (at, accounting.finite(value)) for at, value in accounting.curve(event, relation, CURVE_DELTAS)
@@ -316,10 +314,7 @@ def _name_of(run: Mechanism) -> str:
 def resolved_delta(
     wanted: float | str, largest_delta: float, size: int, name: str = "privacy.delta", canary_slots: int = 0
 ) -> float:
-    """The delta that is stated, which is below 1/N, as is that of the dataset's budget; errors call it ``name``.
-
-    ``canary_slots`` of N are held by candidate canaries.
-    """
+    """The delta that is stated, below 1/N, as is that of the dataset's budget; errors call it ``name`` and tell slots in N."""
     if largest_delta < 1.0:
         fewer = "plan fewer canaries (audit.canaries.groups)" if canary_slots else "bring more data"
         fix = f"Its owner can correct it with dpllm ledger init as long as nothing is spent; or {fewer}."

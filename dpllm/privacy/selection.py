@@ -104,9 +104,9 @@ def chance(runs: int, mean: float, distribution: str) -> float:
     ratio = 1 - gamma_of(mean, distribution)
     if not ratio:
         return float(runs == 1)
-    return (
-        (1 - ratio) * ratio ** (runs - 1) if distribution == "geometric" else ratio**runs / (runs * -math.log1p(-ratio))
-    )
+    if distribution == "geometric":
+        return (1 - ratio) * ratio ** (runs - 1)
+    return ratio**runs / (runs * -math.log1p(-ratio))
 
 
 def draw(mean: float, distribution: str, uniform: float) -> int:

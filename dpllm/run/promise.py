@@ -183,7 +183,7 @@ def decide(
         fetch: Whether the base model's statement may be downloaded.
         cache: Where the rows that are read are kept, for whoever trains on them; None: nowhere.
     """
-    refusals, run = Refusals(), RunDir(Path(config.output_dir))
+    refusals, run, privacy = Refusals(), RunDir(Path(config.output_dir)), config.privacy
     template = refusals.attempt(rendering.read_template, config.data.chat_template)
     config = config.changed({"data.chat_template": template})
     refusals.attempt(check_modes, config)
@@ -209,11 +209,10 @@ def decide(
             plan = refusals.attempt(_resumed_plan, config, subject.num_units, resumed)
             schedule = plan.schedule if plan else schedule
         elif config.privacy.enabled:
-            limits = terms or refusals.attempt(dataset_policy.terms, ledger, dataset, parent, config.privacy.fit_budget)
+            limits = terms or refusals.attempt(dataset_policy.terms, ledger, dataset, parent, privacy.fit_budget)
             plan, over = _plan(config, subject.num_units, schedule, limits, refusals)
             if ledger and plan and terms is None and not (start and start.entry):
-                request = RunRequest.of(plan, final=config.privacy.final)
-                seen = refusals.attempt(ledger.outlook, dataset, [request], parent)
+                seen = refusals.attempt(ledger.outlook, dataset, [RunRequest.of(plan, final=privacy.final)], parent)
             if error := (seen.error if seen else None) or over:
                 refusals.add(error)
         refusals.attempt(check_learning_rate, config, plan)
