@@ -226,11 +226,11 @@ def self_check_refuses(net: nn.Module, words: str) -> None:
 
 def large_sum() -> None:
     """A logical batch of thousands is summed without rounding a unit's bound away."""
-    units = [tm.unit([3 + number % 9], number // 9) for number in range(4096)]
+    units = [tm.unit([3 + number % 9], number // 9) for number in range(2048)]
     engine = tm.make_engine(tm.Toy(), tm.plan(1e-3))
     sum_P = tm.clipped_sum(engine, units)
-    assert float(sum_P.norm()) > 0.3  # several hundred C: the gradients point the same way
-    for index in (0, 5, 2048, 4095):
+    assert float(sum_P.norm()) > 0.15  # far above C: the gradients point the same way
+    for index in (0, 5, 1024, 2047):
         assert float((sum_P - tm.clipped_sum(engine, without(units, index))).norm()) <= 1e-3 * BOUND
 
 

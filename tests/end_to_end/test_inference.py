@@ -369,12 +369,12 @@ def test_the_vote_of_a_record_has_the_same_bits_beside_any_others(
 
 def test_batch_and_clip_use_what_epsilon_allows() -> None:
     for rows, units, at in ((5, 100, 8.0), (5, 4000, 8.0), (5, 4000, 1.0), (40, 400, 3.0)):
-        request = inference_budget.InferenceRequest(rows=rows, epsilon=at, max_new_tokens=100)
+        request = inference_budget.InferenceRequest(rows=rows, epsilon=at, max_new_tokens=40)
         made = inference_budget.quote(request, units, 1e-5, "zero_out")
         assert made.epsilon <= at
         assert made.texts >= rows
         assert made.epsilon > 0.99 * at or made.ballot.clip == 4.0
-        fewer = Ballot(max(1, made.ballot.batch_size - 1), 4.0, 1.0).event(100)
+        fewer = Ballot(max(1, made.ballot.batch_size - 1), 4.0, 1.0).event(40)
         assert made.ballot.clip < 4.0 or epsilon(fewer, 1e-5, "zero_out") > 0.99 * at
 
 

@@ -347,7 +347,7 @@ def test_outlook_says_what_reserve_would(ledger: Ledger):
     outlook = ledger.outlook("notes", [request()])
     assert (outlook.used, outlook.could_follow, outlook.spent) == (0.0, 1, None)
     assert outlook.used_after == pytest.approx(0.4, abs=1e-4)
-    assert str(outlook).endswith("used, 40% with this run; 1 more like it fit")
+    assert str(outlook).endswith("used, 40% with this run; 1 more like it fits")
     exact = ledger.outlook("notes", [request(final=True)])
     assert (exact.used, exact.spent, exact.after, exact.refusal) == (None, 0.0, cost_of(1), None)
     assert "it is final" in str(exact)
