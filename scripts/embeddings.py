@@ -153,7 +153,9 @@ def main() -> None:
     for figure, methods in comparison.items():
         for method, figures in methods.items():
             cells = (figures.get(str(epsilon)) for epsilon in (*EPSILONS, "none"))
-            formatted = (f"{np.mean(one):.3f} ± {np.std(one, ddof=len(one) > 1):.3f}" if one else "" for one in cells)
+            formatted = (
+                f"{np.mean(runs):.3f} ± {np.std(runs, ddof=len(runs) > 1):.3f}" if runs else "" for runs in cells
+            )
             print(f"| {figure} | {method} | {' | '.join(formatted)} |")
     if options.json:
         named = {name: str(getattr(options, name)) for name in ("train", "label", "encoder", "clusters", "max_length")}

@@ -143,10 +143,8 @@ def plan_choice(recipe: str | Path, overrides: Mapping[str, Any], over: str, mea
     subject = read_subject(config)
     with ledger.open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
         largest_delta = dataset_policy.terms(book, subject.dataset, config.privacy.derived_from)["largest_delta"]
-    guess = {
-        **subject.resolved,
-        "privacy.epsilon": 0.7 * config.privacy.epsilon,
-    }  # of one run; what bands suit it is kept
+    # Bands are chosen for this epsilon of one run, and stay.
+    guess = {**subject.resolved, "privacy.epsilon": 0.7 * config.privacy.epsilon}
     guesses = [mechanism_of(each.changed(guess), subject.num_units, largest_delta=largest_delta) for each in configs]
     runs = calibrated(guesses, mean, config.privacy.epsilon)
     chosen_from = (

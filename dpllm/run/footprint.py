@@ -150,8 +150,8 @@ def _count(config: RunConfig, net: Any, packing: Packing) -> tuple[int, int] | N
     longest = min(config.data.max_length, loading.positions(net) or config.data.max_length)
     rows_each = packing.rows_each
     row = TokenSequence((0,) * longest, (False, *[True] * (longest - 1)), max(1, longest - 1))
-    units = [Unit((row,) * rows_each)] * (1 if packing.alone else packing.room // (rows_each * longest))
-    passes = lay_out(units, packing, 0).to(torch.device("meta"))
+    num_units = 1 if packing.alone else packing.room // (rows_each * longest)
+    passes = lay_out([Unit((row,) * rows_each)] * num_units, packing, 0).to(torch.device("meta"))
     try:
         with tally():  # apart, as the look that it takes at the model is no part of a step
             losses = TokenLosses(net, torch.device("meta"))

@@ -123,6 +123,15 @@ def test_a_canary_of_more_rows_than_a_unit_may_bring_is_refused(sampling):
     assert num_slots(ONLY_TEXT, data.model_copy(update={"max_examples_per_unit": 4})) > 0
 
 
+@pytest.mark.parametrize("limit", [1, 3, 4, 8, 31, 32, None])
+def test_the_usual_canaries_fit_the_rows_of_a_unit(limit: int | None) -> None:
+    """The audit advises them for a run that has none."""
+    usual = CanaryConfig.usual_groups(limit)
+    assert usual
+    data = ROWS if limit is None else DataConfig(train="a.jsonl", unit="who", max_examples_per_unit=limit)
+    assert num_slots(AuditConfig(canaries=CanaryConfig(groups=usual)), data) > 0
+
+
 @pytest.mark.parametrize("groups", [{33: 1}, {0: 1}, {1: 0}, {}])
 def test_repetitions_are_from_1_to_32(groups):
     with pytest.raises(ValidationError):

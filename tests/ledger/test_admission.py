@@ -288,8 +288,8 @@ def test_what_is_imported_after_a_final_run_is_entered_and_shown_as_exceeding(le
     assert "exactly" in totals(ledger, "notes")[0]
     budgets.import_run(ledger, "notes", event=EVENT, run="x", **TERMS, **WHO)
     assert ledger.spent("notes") == cost_of(2) > ledger.budget("notes").epsilon
-    told = account_totals(ledger.account("notes"), ledger.spent("notes"), claim.group)
-    assert (told["final"], told["used"], told["spent_epsilon"], told["imported"]) == (True, None, cost_of(2), 1)
+    stated = account_totals(ledger.account("notes"), ledger.spent("notes"), claim.group)
+    assert (stated["final"], stated["used"], stated["spent_epsilon"], stated["imported"]) == (True, None, cost_of(2), 1)
     assert "exactly" not in totals(ledger, "notes")[0]
 
 

@@ -211,7 +211,7 @@ def test_no_order_of_equal_scores_has_fewer_right_guesses(rows, data):
         assert one.correct <= other.correct
         assert one.weight <= other.weight
     ranked = coins[np.argsort(scores + 1e-3 * np.array(order))]
-    results = {one.side: one.weight for one in ordered}
+    results = {outcome.side: outcome.weight for outcome in ordered}
     assert results["falling_in"] == np.dot(weights(r), ranked[::-1][:r])
     if r >= 16:
         right = np.dot(weights(r // 2), ranked[::-1][: r // 2]) + np.dot(weights(r - r // 2), ~ranked[: r - r // 2])

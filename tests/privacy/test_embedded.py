@@ -153,9 +153,9 @@ def test_with_hardly_any_noise_a_classifier_is_least_squares(seed: int) -> None:
     rows, labels, units = blobs(seed)
     sizes, weights = ada_ssp(rows, labels, units, CLASSES, 1e-4, lambda _: None)
     result = LinearRegression().fit(rows, np.eye(CLASSES)[labels])
-    mine = embedded.scores(rows, weights)
-    assert mine == pytest.approx(result.predict(rows), abs=1e-2)
-    assert np.array_equal(mine.argmax(axis=1), result.predict(rows).argmax(axis=1))
+    scores = embedded.scores(rows, weights)
+    assert scores == pytest.approx(result.predict(rows), abs=1e-2)
+    assert np.array_equal(scores.argmax(axis=1), result.predict(rows).argmax(axis=1))
     assert sizes.tolist() == [200, 200, 200]
 
 

@@ -19,7 +19,7 @@ from tiny_models import recipe
 from dpllm.errors import BudgetExceeded, Refused
 from dpllm.privacy import accounting, events, renyi
 from dpllm.privacy.limits import attacker_limits_of
-from dpllm.privacy.plan import CURVE_DELTAS, Mechanism, Plan, auto_delta
+from dpllm.privacy.plan import CURVE_DELTAS, Mechanism, Plan, auto_delta, resolved_delta
 from dpllm.privacy.renyi import Fit
 from dpllm.records import NotAStatement
 from dpllm.run.promise import plan_of, schedule_of
@@ -107,6 +107,18 @@ def test_automatic_delta_is_a_tenth_of_1_over_n_rounded_down_to_a_digit(size: in
 def test_a_delta_of_1_over_n_or_more_is_refused(delta: float) -> None:
     with pytest.raises(Refused, match="1/N"):
         plan(privacy={"delta": delta})
+
+
+def test_a_refused_delta_names_the_slots_of_canaries_and_then_advises_fewer() -> None:
+    """60 people and 1,015 slots: more data would make it worse."""
+    with pytest.raises(Refused) as refusal:
+        resolved_delta("auto", 1e-3, 1075, canary_slots=1015)
+    assert "1,015" in str(refusal.value)
+    assert "audit.canaries.groups" in str(refusal.value)
+    assert resolved_delta("auto", 1e-3, 60) <= 1e-3
+    with pytest.raises(Refused) as refusal:
+        resolved_delta("auto", 1e-3, 1075)
+    assert "canaries" not in str(refusal.value)
 
 
 def test_every_canary_holds_its_slots_before_any_coin_is_tossed() -> None:

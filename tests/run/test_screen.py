@@ -214,9 +214,9 @@ def test_the_summary_says_epsilon_and_what_to_type_next(tmp_path: Path) -> None:
 def test_the_summary_of_a_run_without_a_guarantee_states_no_epsilon(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.make()
-    told = SimpleNamespace(public={"eval_loss_before": 2.0, "eval_loss_after": 1.5})
+    metrics = SimpleNamespace(public={"eval_loss_before": 2.0, "eval_loss_after": 1.5})
     refused = SimpleNamespace(holds=False, reason="the noise has a seed")
-    result = screen.summary(ended(run, metrics=told, guarantee=refused, status="interrupted"))
+    result = screen.summary(ended(run, metrics=metrics, guarantee=refused, status="interrupted"))
     assert "epsilon" not in text_of(result)
     assert "none: the noise has a seed" in text_of(result)
     assert "2.0000 before, 1.5000 after" in text_of(result)
