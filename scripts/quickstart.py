@@ -64,8 +64,8 @@ def main(output: Path) -> None:
             console.out(done.stdout, highlight=False)
             if done.returncode:
                 sys.exit(done.returncode)
-    typing(console, f"dpllm audit {private.root} --twin {baseline.root}")
-    console.print(terminal.table(audit(private, twin=baseline)))
+    typing(console, f"dpllm audit {private.root} --positive-control {baseline.root}")
+    console.print(terminal.table(audit(private, positive_control=baseline)))
     typing(console, f"dpllm card {private.root}; dpllm compare {baseline.root} {private.root}")
     card = write_card(private)
     write_card(baseline)

@@ -69,7 +69,7 @@ def rows_of_run(run: Run) -> tuple[Sequence[Rows], Sequence[Rows], Format]:
     if settings.eval is None:
         raise ConfigError(
             f"{run.directory.config}: data.eval is not set, so there are no non-members to compare with. Name held-out rows in "
-            "data.eval and train again."
+            "data.eval and train again, which is charged again."
         )
     rows_file, cache = run.directory.rows, run.directory.private / "cache"
     trained, held_out = (read_same(rows_file, settings, side, cache) for side in get_args(Side))

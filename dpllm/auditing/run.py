@@ -41,14 +41,16 @@ if TYPE_CHECKING:
     from dpllm.model.loading import ScoringModels
 
 
-def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, console: Console | None = None) -> AuditRecord:
+def audit(
+    run: RunDir, *, positive_control: RunDir | None = None, shadows: int = 0, console: Console | None = None
+) -> AuditRecord:
     """Scores the canaries of a finished run and writes what follows from them.
 
     Args:
         run: A run that planted canaries and exported its weights.
-        twin: An audited run of the same recipe without privacy, where the attack has to succeed: a positive control. Unless
-            both are of the same public data this report stays in private/, because it tells something of that run, and one
-            without the twin is published.
+        positive_control: An audited run of the same recipe without privacy, where the attack has to succeed. Unless both are
+            of the same public data this report stays in private/, because it tells something of that run, and one without the
+            control is published.
         shadows: How many shadow runs to train and compare with.
         console: Takes a line for each shadow.
 
@@ -57,12 +59,12 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, console:
 
     Raises:
         ConfigError: No canaries in the recipe, no weights, canaries or settings other than those fixed before training, or
-            a twin that is none.
+            a positive control that is none.
         Refused: Shadows that may not be trained.
     """
     opened, plan, claim = _subject(run)
     config, promise = opened.config, opened.plan
-    works, public = _twin(config, twin) if twin else (None, True)
+    works, public = _control(config, positive_control) if positive_control else (None, True)
     settings = promise.audit if promise else config.audit.fixed()
     if settings is None:
         raise ConfigError(f"{run.plan}: fixes no tests, so they could be chosen by what the audit shows. Train again.")
@@ -171,42 +173,43 @@ def _subject(run: RunDir) -> tuple[Run, CanaryPlan, Claim | None]:
     return opened, plan, Claim(plan.label_epsilon, 0.0, "label") if plan.label_epsilon else None
 
 
-def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
+def _control(config: RunConfig, control: RunDir) -> tuple[str, bool]:
     """Where the attack was seen to work on a run without privacy (empty: nowhere), and whether that may be published."""
-    opened = open_run(twin)
-    twin_recipe = opened.config
-    if twin_recipe.privacy.enabled:
+    opened = open_run(control)
+    trained = opened.config
+    if trained.privacy.enabled:
         raise ConfigError(
-            f"{twin.root}: was trained with differential privacy, so it cannot show whether the attack works. Name a run with "
-            f"privacy.enabled: false as --twin; an audit twin with privacy is audited by itself: dpllm audit {twin.root}"
+            f"{control.root}: was trained with differential privacy, so it cannot show whether the attack works. Name a run with "
+            "privacy.enabled: false as --positive-control; an audit twin with privacy is audited by itself: dpllm audit "
+            f"{control.root}"
         )
     ours, theirs = (
         {**recipe.model_dump(), **recipe.data.model_dump(include={"format", "max_length"})}
-        for recipe in (config, twin_recipe)
+        for recipe in (config, trained)
     )
     for name in ("model", "adapter", "train", "audit", "format", "max_length"):
         if ours[name] != theirs[name]:
             raise ConfigError(
-                f"{twin.root}: its section {name} of the recipe differs, so it is not a twin and its audit says nothing about "
-                "this run. Train a twin from the same recipe with --privacy.enabled false."
+                f"{control.root}: its section {name} of the recipe differs, so its audit says nothing about this run. Train a "
+                "positive control from the same recipe with --privacy.enabled false."
             )
     report = opened.audit
     if report is None:
-        raise ConfigError(f"{twin.root}: has no audit yet to serve as a control. Type: dpllm audit {twin.root}")
-    path = twin.audit_dir(False) / "audit.json"
+        raise ConfigError(f"{control.root}: has no audit yet to serve as a control. Type: dpllm audit {control.root}")
+    path = control.audit_dir(False) / "audit.json"
     if report.claim is not None:
         raise ConfigError(
             f"{path}: its canaries are labels that were flipped (data.label_record), so it shows nothing of canaries that are "
-            "planted or left out. Audit without --twin."
+            "planted or left out. Audit without --positive-control."
         )
     controls = report.controls
     if controls.base_separates or (controls.words and controls.words.succeeds):
         raise ConfigError(
-            f"{path}: its own controls failed, so it cannot show that the attack works. Train another twin."
+            f"{path}: its own controls failed, so it cannot show that the attack works. Train another positive control."
         )
     data_source = (config.data.train, config.data.train_split, config.data.revision)
-    public = config.data.public and twin_recipe.data.public
-    public = public and data_source == (twin_recipe.data.train, twin_recipe.data.train_split, twin_recipe.data.revision)
+    public = config.data.public and trained.data.public
+    public = public and data_source == (trained.data.train, trained.data.train_split, trained.data.revision)
     return (f"{controls.positive} of a run without privacy" if controls.positive else ""), public
 
 

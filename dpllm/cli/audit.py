@@ -22,7 +22,7 @@ def add_commands(add: AddCommand) -> None:
     option = parser.add_argument
     option("run", help="run directory; a model trained elsewhere")
     option(
-        "--twin",
+        "--positive-control",
         metavar="RUN",
         help="audited run of the same recipe without privacy, on which the attack should succeed",
     )
@@ -61,9 +61,10 @@ def _check_options(args: argparse.Namespace, overrides: list[str], *, is_run: bo
     """Refuses options of two audits at once, or of another audit, which would be ignored silently."""
     if overrides and Path(args.run).is_dir():
         raise ConfigError(f"{overrides[0]}: a finished run is audited as it was trained. Leave the key out.")
-    audits = [name for name in ("canaries", "members", "twin", "shadows") if getattr(args, name)]
+    audits = [name for name in ("canaries", "members", "positive_control", "shadows") if getattr(args, name)]
     if audits[1:] and audits[0] in ("canaries", "members"):
-        raise ConfigError(f"--{audits[0]} and --{audits[1]} ask for two separate audits. Type one of the two.")
+        first, second = (f"--{name.replace('_', '-')}" for name in audits[:2])
+        raise ConfigError(f"{first} and {second} ask for two separate audits. Type one of the two.")
     if args.shadows is not None and args.shadows < 1:
         raise ConfigError(f"--shadows {args.shadows}: needs runs to compare with. Type 4 or more, or leave it out.")
     if is_run and (foreign := [name for name in ELSEWHERE if getattr(args, name) is not None]):
@@ -97,8 +98,8 @@ def _run(args: argparse.Namespace, path: Path) -> int:
         opened = open_run(run)
         members = audit_run_members(opened, audits.load_models(opened))
         return _show(args, members, terminal.members_table(members), f"Private: {run.private / 'audit_members.json'}")
-    twin = RunDir(Path(args.twin)) if args.twin else None
-    report = audits.audit(run, twin=twin, shadows=args.shadows or 0, console=plain_console(stderr=True))
+    control = RunDir(Path(args.positive_control)) if args.positive_control else None
+    report = audits.audit(run, positive_control=control, shadows=args.shadows or 0, console=plain_console(stderr=True))
     line = f"Written to {run.audit_dir(report.published)}"
     if (run.export / CARD).exists() and report.published:
         line += f". The card states the audit before this one: type dpllm card {args.run}"

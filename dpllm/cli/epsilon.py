@@ -43,7 +43,11 @@ def add_commands(add: AddCommand) -> None:
         choices=["zero_out", "add_or_remove_one"],
         help="neighbouring relation (default: zero_out)",
     )
-    option("--accountant", metavar="NAME", help="ask prv (Opacus', imports torch) beside pld, which is stated, and rdp")
+    option(
+        "--accountant",
+        metavar="NAME",
+        help="prv: compute it by Opacus's PRV accountant too (imports torch); PLD is stated",
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -160,6 +164,7 @@ def _show(answer: dict[str, Any]) -> None:
     from rich.table import Table
 
     from dpllm.statement.formatting import bound_or_infinite as up
+    from dpllm.statement.formatting import limit_text
 
     console = plain_console()
     epsilon = up(answer["epsilon"])
@@ -182,7 +187,7 @@ def _show(answer: dict[str, Any]) -> None:
     console.print(table)
     bounds = Table("limit on an attacker", "", title="What follows for membership tests")
     for name, words in LIMITS_IN_WORDS.items():
-        bounds.add_row(words, up(answer["limits"][name]))
+        bounds.add_row(words, limit_text(name, answer["limits"][name]))
     console.print(bounds)
     console.print()
     console.print(answer["statement"], highlight=False)

@@ -287,6 +287,7 @@ def _rows(decision: Decision) -> dict[str, str]:
 
 def _promise(plan: Plan) -> dict[str, str]:
     from dpllm.privacy.plan import RELATION_IN_WORDS
+    from dpllm.statement.formatting import limit_text
 
     accountants = ", ".join(f"{name} {_epsilon(value)}" for name, value in plan.accountants.items())
     unit = "example: one row"
@@ -295,7 +296,7 @@ def _promise(plan: Plan) -> dict[str, str]:
         drawing = "drawn together" if by_unit else "drawn one by one"
         unit = f"user-level: column {plan.unit}, at most {plan.max_examples_per_unit} rows of each, {drawing}"
     values = plan.limits.to_json()
-    limits = [f"{words} {value:.3g}" for name, words in LIMITS.items() if (value := values[name]) is not None]
+    limits = [f"{words} {limit_text(name, values[name])}" for name, words in LIMITS.items() if values[name] is not None]
     return {
         "epsilon": f"{plan.epsilon:.4f} (target {plan.target_epsilon:g})",
         "delta": f"{plan.delta:g} (1/N is {1 / plan.dataset_size:.2g})",

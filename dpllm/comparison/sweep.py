@@ -343,5 +343,5 @@ def _audit_one(point: Point, control: RunDir | None) -> AuditRecord:
         return read_audit(path)
     with contextlib.suppress(ConfigError):  # a control that itself shows nothing
         if control is not None:
-            return audit(point.run, twin=control)
+            return audit(point.run, positive_control=control)
     return audit(point.run)

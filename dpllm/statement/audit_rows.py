@@ -66,7 +66,7 @@ def findings(
         checked += f" Words alone, without any model, {tell} them apart (AUC {measured(controls.words.auc)})."
     works = "The attack was seen to work nowhere, so finding nothing means nothing."
     if controls.positive:
-        works = f"The attack works where it should: {controls.positive}."
+        works = f"The attack was seen to work: {controls.positive}."
     rows = [
         Row(
             "Lower bound on ε",
@@ -76,7 +76,7 @@ def findings(
         Row(
             "What the audit could have shown at most",
             f"{measured(lower.ceiling)}.",
-            "With so many canaries even an attack that is always right certifies no more.",
+            "A perfect attack on these canaries certifies no more.",
         ),
         Row("Controls", checked, works),
     ]

@@ -49,6 +49,11 @@ def percent_bound(share: float) -> str:
     return f"{math.ceil(round(share * 1000, 9)) / 10:g}%"
 
 
+def limit_text(name: str, value: float | None) -> str:
+    """A limit on an attacker, rounded up: true positive rates as percentages, "infinite" for None."""
+    return percent_bound(value) if name.startswith("tpr") and value is not None else bound_or_infinite(value)
+
+
 def number_text(value: float | int | None) -> str:
     """A number in full: the shortest text that reads back as the same number."""
     if value is None:

@@ -18,7 +18,7 @@ def test_audit_stands_beside_its_controls_and_limits() -> None:
     assert "| Audits made | 3; " in text
     assert "random secrets of 8 digits" in text
     assert "does not tell the planted ones from the others" in text
-    assert "The attack works where it should: AUC 0.97 on the canaries planted 16 times." in text
+    assert "The attack was seen to work: AUC 0.97 on the canaries planted 16 times." in text
     assert "0.12 with 95% confidence" in text
     assert "| What the audit could have shown at most | 2.76" in text
     assert "| ratio | 1 | 0.53 (0.45 to 0.61) | 0.9525 |" in text

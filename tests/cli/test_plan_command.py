@@ -16,6 +16,7 @@ from dpllm.cli.plan import dump
 from dpllm.ledger import Budget, open_ledger
 from dpllm.ledger.budgets import set_budget
 from dpllm.run.directory import RunDir
+from dpllm.statement.formatting import percent_bound
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_the_table_and_json_agree(recipe: Path, capsys: pytest.CaptureFixture[st
         f"{plan['epsilon']:.4f} (target 8)",
         f"pld {plan['epsilon']:.4f}, rdp {plan['accountants']['rdp']:.4f}",
         "the data of one privacy unit are replaced by nothing",
-        f"TPR at 1% FPR {plan['limits']['tpr_at_fpr_0.01']:.3g}",
+        f"TPR at 1% FPR {percent_bound(plan['limits']['tpr_at_fpr_0.01'])}",
         "B = 5 units expected, at most 13 in 99.9% of the steps",
         "sampling rate q 0.100000",
         "nothing is spent, and no budget is set",

@@ -59,8 +59,8 @@ def test_real_rows_are_scored_in_private(copy: Place) -> None:
         (["--base", "gpt2"], "--base is for a model trained elsewhere"),
         (["--epsilon", "3"], "--epsilon is for a model trained elsewhere"),
         (["--train.steps", "3"], "audited as it was trained"),
-        (["--twin", "nowhere"], "holds no run"),
-        (["--members", "--twin", "run"], "two separate audits"),
+        (["--positive-control", "nowhere"], "holds no run"),
+        (["--members", "--positive-control", "run"], "two separate audits"),
         (["--members", "--shadows", "2"], "two separate audits"),
     ],
 )
@@ -125,7 +125,7 @@ def twin_of(baseline: Place, folder: Path, **changes: object) -> Path:
 
 
 def test_a_twin_is_a_control_that_stays_private(copy: Place, baseline: Place, tmp_path: Path) -> None:
-    done("audit", copy.run, "--twin", twin_of(baseline, tmp_path / "twin"))
+    done("audit", copy.run, "--positive-control", twin_of(baseline, tmp_path / "twin"))
     report, published = copy.json("private/audit/audit.json"), copy.json("export/audit/audit.json")
     assert report["controls"]["twin"] == "AUC 0.99 of a run without privacy"
     assert report["controls"]["positive"]
@@ -140,7 +140,7 @@ def test_a_twin_is_a_control_that_stays_private(copy: Place, baseline: Place, tm
 
 
 def test_a_twin_on_which_the_attack_fails_is_said(copy: Place, baseline: Place, tmp_path: Path) -> None:
-    done("audit", copy.run, "--twin", twin_of(baseline, tmp_path / "twin", positive=None))
+    done("audit", copy.run, "--positive-control", twin_of(baseline, tmp_path / "twin", positive=None))
     report = copy.json("private/audit/audit.json")
     assert report["controls"]["twin"] == ""
     assert report["verdict"] == "inconclusive"
@@ -156,17 +156,17 @@ def test_a_twin_on_which_the_attack_fails_is_said(copy: Place, baseline: Place, 
 def test_a_twin_that_proves_nothing_is_refused(
     copy: Place, baseline: Place, tmp_path: Path, changes: dict[str, object], words: str
 ) -> None:
-    assert words in refused(copy.run, "--twin", twin_of(baseline, tmp_path / "twin", **changes))
+    assert words in refused(copy.run, "--positive-control", twin_of(baseline, tmp_path / "twin", **changes))
 
 
 def test_what_is_no_twin_is_refused(copy: Place, baseline: Place, tmp_path: Path) -> None:
-    assert "was trained with differential privacy" in refused(copy.run, "--twin", copy.run)
+    assert "was trained with differential privacy" in refused(copy.run, "--positive-control", copy.run)
     twin = twin_of(baseline, tmp_path / "twin")
     recipe = yaml.safe_load((twin / "config.yaml").read_text())
     recipe["train"]["steps"] += 1
     (twin / "config.yaml").write_text(yaml.safe_dump(recipe))
     as_trained(twin)
-    assert "section train" in refused(copy.run, "--twin", twin)
+    assert "section train" in refused(copy.run, "--positive-control", twin)
 
 
 def test_a_twin_of_other_data_is_published_only_where_both_are_public(
@@ -178,14 +178,14 @@ def test_a_twin_of_other_data_is_published_only_where_both_are_public(
     assert "not the one that the ledger was told" in dpllm_("audit", copy.run).err
     edit_recipe(copy.run, "privacy", ledger=str(tmp_path / "gone.sqlite"))
     twin = twin_of(baseline, tmp_path / "twin")
-    done("audit", copy.run, "--twin", twin)
+    done("audit", copy.run, "--positive-control", twin)
     assert copy.json("export/audit/audit.json")["published"]
     theirs = twin / "config.yaml"
     recipe = yaml.safe_load(theirs.read_text())
     for data in ({"train": "other.jsonl"}, {"public": False}):
         theirs.write_text(yaml.safe_dump({**recipe, "data": {**recipe["data"], **data}}))
         as_trained(twin)
-        done("audit", copy.run, "--twin", twin)
+        done("audit", copy.run, "--positive-control", twin)
         assert copy.json("export/audit/audit.json")["controls"]["twin"] is None
         assert copy.json("private/audit/audit.json")["controls"]["twin"]
 

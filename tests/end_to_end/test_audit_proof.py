@@ -83,7 +83,7 @@ def test_a_twin_without_privacy_is_a_positive_control_and_keeps_the_report_priva
 ) -> None:
     """A claim so strong that not even repeated canaries are seen."""
     place = trained(tmp_path / "dp", base, seed + 8, {"privacy.epsilon": 0.05, "privacy.delta": 1e-6})
-    report = audit(RunDir(place.run), twin=RunDir(plain[0].run)).to_json()
+    report = audit(RunDir(place.run), positive_control=RunDir(plain[0].run)).to_json()
     assert "of a run without privacy" in report["controls"]["positive"]
     assert report["verdict"] == "consistent"
     assert place.json("export/audit/audit.json")["verdict"] == "inconclusive"

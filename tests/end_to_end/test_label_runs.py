@@ -418,7 +418,7 @@ def test_what_a_label_audit_cannot_be_is_one_line(flipped: tuple[Place, Path]) -
     )
     done("audit", place.run)
     assert "its canaries are labels that were flipped" in " ".join(
-        dpllm_("audit", private, "--twin", place.run).err.split()
+        dpllm_("audit", private, "--positive-control", place.run).err.split()
     )
     done("train", place.recipe, *plain, "--audit.canaries", "{groups: {1: 1}}", "--overwrite")
     assert "prefer the same answer" in " ".join(dpllm_("audit", place.run).err.split())

@@ -252,7 +252,7 @@ STATES |= {
     "gradient canaries alone": State(
         (
             "attacks on the training steps, without planted text,",
-            "| Audit of the training steps | consistent: attacks showed that ε is at least 1.32",
+            "| Audit of the training steps | consistent: attacks prove ε ≥ 1.32",
         ),
         audit=audit(**NO_TEXT),
     ),
@@ -310,7 +310,7 @@ def test_six_questions_are_answered_above_what_is_for_engineers() -> None:
     assert listed == [*answers]
     for part, answer in answers.values():
         assert answer in part
-    assert f"| Contact | {block['contact']} |" in officer
+    assert f"Contact: {block['contact']} |" in officer
     assert all(line in officer for line in block["not_covered"])
 
 

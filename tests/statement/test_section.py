@@ -81,7 +81,7 @@ def test_no_text_of_the_recipe_breaks_the_card(text: str, holds: bool) -> None:
     assert section.parts(written) == rendered(block)
     assert section.front_matter(written)["privacy"] == pointer(block)
     assert section.first(written)
-    rows = [line for line in rendered(block)["privacy"].splitlines() if line.startswith(("| Contact", "| Hyper"))]
+    rows = [line for line in rendered(block)["privacy"].splitlines() if line.startswith(("| Who vouches", "| Hyper"))]
     assert len(rows) == 2
     assert all(row.replace("\\|", "").count("|") == 3 for row in rows)
 
