@@ -264,7 +264,7 @@ def render(record: Synthetic, statement: PrivacyRecord) -> dict[str, str]:
 
 def context(record: Written, epsilon: float | None, limit: float | None) -> Json:
     """What the marked part of any rows is filled with: epsilon of all in the folder, and the most that a test recognises."""
-    values = {"w": formatting, "s": record, "epsilon": epsilon, "most": limit, "digest": card.digest(record.to_json())}
+    values = {"w": formatting, "s": record, "epsilon": epsilon, "limit": limit, "digest": card.digest(record.to_json())}
     return {**values, **tables(record.quality)}
 
 

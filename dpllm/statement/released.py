@@ -261,7 +261,7 @@ def page(statistics: Statistics) -> str:
     """The card of a folder of clusters, or of a classifier: README.md."""
     [release] = statistics.releases
     sizes = {name: f"{count:,}" for name, count in release.counts()}
-    return formatting.template("embedded.md.j2").render(w=formatting, s=statistics, one=release, sizes=sizes)
+    return formatting.template("embedded.md.j2").render(w=formatting, s=statistics, release=release, sizes=sizes)
 
 
 def read_vectors(path: Path, release: Release) -> tuple[Any, Any]:
