@@ -1,9 +1,9 @@
-"""Preference pairs seen by a model: log-likelihoods of their answers, and the implicit rewards that follow.
+"""Preference pairs as a model sees them: log-likelihoods of their answers, and the implicit rewards that follow.
 
-Comes in: a model, units of pairs. Goes out: one number for each answer, by which training and evaluation compare the model with
-its reference; reward accuracy and margin. All of it is computed from data, so it is private unless these are public. The
-reference is the base, where a new adapter adds nothing yet, or the adapter that the run starts from: it is asked once, before the
-first step, and what it says is kept in private/.
+Comes in: a model, units of pairs. Goes out: one number for each answer, with which training and evaluation compare the model with
+its reference; reward accuracy and margin. All of it is computed from data, so it is private unless the data are public. The
+reference is the base model (a new adapter adds nothing yet) or the adapter that the run starts from. It is read once, before the
+first step, and its log-likelihoods are kept in private/.
 
 Shape suffixes: R answers, two of each pair, in the order of units; P pairs.
 """
@@ -36,14 +36,14 @@ from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 from dpllm.progress import tell
 from dpllm.text.data import ReadWhenAsked
 
-AT_ONCE = 512  # units that are laid out in passes at a time
+AT_ONCE = 512  # units laid out in passes at a time
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a model is read in passes as training has them."""
+    """How a model is read in passes like those of training."""
 
     model: nn.Module
     packing: Packing
@@ -53,10 +53,10 @@ class Reading:
 
 
 class Referenced(ReadWhenAsked[Unit | None]):
-    """Units of pairs, each answer with a number of its own: see ``TokenSequence.reference``."""
+    """Units of pairs whose answers carry a number each: see ``TokenSequence.reference``."""
 
     def __init__(self, units: Sequence[Unit | None], reference_R: Floats | None = None) -> None:
-        """None: the place of each answer among all, counted from 0."""
+        """Without ``reference_R``, each answer carries its index among all answers."""
         self.units = units
         counts = (len(sizes_of(units, slot)) for slot in range(len(units)))
         self._first_U = np.fromiter(itertools.accumulate(counts, initial=0), np.int64, len(units) + 1)
@@ -77,13 +77,13 @@ class Referenced(ReadWhenAsked[Unit | None]):
 
 
 def surprises(reading: Reading, units: Sequence[Unit | None], rank: int = 0, world: int = 1) -> Floats:
-    """nll_R, in nats: minus the log-likelihood of every answer, in evaluation mode; of all ranks together.
+    """nll_R, in nats: minus the log-likelihood of every answer, in evaluation mode, gathered from all ranks.
 
-    All ranks make the same number of forward passes, because a sharded model is gathered by all of them in each. The packing is
-    that of training, in which no row rounds by its company.
+    All ranks make the same number of forward passes, because all of them gather a sharded model in each. The packing is that of
+    training, with which other rows do not change how a row rounds.
 
     Guarantee:
-        What stands there for an answer follows from its pair and the model alone: a pair lies in a pass as in training.
+        An answer's number depends on its pair and the model alone: a pair lies in a pass as in training.
     """
     without_memory(reading.model)
     attention = RowAttention(reading.model)
@@ -102,12 +102,12 @@ def surprises(reading: Reading, units: Sequence[Unit | None], rank: int = 0, wor
 
 
 def answers(units: Sequence[Unit | None]) -> list[TokenSequence]:
-    """The sequences of all units in their order."""
+    """The sequences of all units, in order."""
     return [sequence for unit in units if unit for sequence in unit.sequences]
 
 
 def compared(reading: Reading, pairs: Referenced, loss: PairLoss, rank: int, world: int) -> HeldOut:
-    """Loss of the chosen answers in nats per token, and how the model that trains rewards both.
+    """Loss of the chosen answers in nats per token, and the implicit rewards of both answers.
 
     Reward accuracy is the share of pairs whose chosen answer has the higher implicit reward, in [0, 1]; a tie counts half.
     """
@@ -121,12 +121,12 @@ def compared(reading: Reading, pairs: Referenced, loss: PairLoss, rank: int, wor
 
 @dataclass(frozen=True)
 class Examples:
-    """What trains and what is held out, as the objective reads it."""
+    """Training and evaluation examples, as the objective reads them."""
 
     sampled: Sequence[Unit | None]  # the training units, canary slots last
-    figures: tuple[str, ...]  # of ``HeldOut``, which evaluation gives
-    evaluate: Callable[[int, int], HeldOut]  # reads what is held out, which is not empty: one rank's part of so many
-    begun: bytes = b""  # what a run that goes on has to know of its beginning
+    figures: tuple[str, ...]  # fields of ``HeldOut`` that evaluation fills
+    evaluate: Callable[[int, int], HeldOut]  # takes rank and world size; the evaluation data are not empty
+    begun: bytes = b""  # what a resumed run has to know about its start
 
 
 def examples_of(
@@ -136,9 +136,9 @@ def examples_of(
     held_out: Sequence[TokenSequence],
     kept: Path | None,
 ) -> Examples:
-    """What trains and is held out; of pairs, the reference is asked about all, so call it before a checkpoint is loaded.
+    """The examples; reads the reference's log-likelihoods of all pairs, so call it before a checkpoint is loaded.
 
-    ``kept`` is where ``begun`` lies, of a run that goes on: the reference must not move with the adapter.
+    ``kept`` is the file with ``begun`` of a resumed run: the reference must not move with the adapter.
     """
     if not isinstance(loss, PairLoss):
         size = max(1, 2 * reading.packing.tokens // reading.packing.max_length)
@@ -155,14 +155,14 @@ def examples_of(
 
 
 def packed(sampled_R: Floats, held_out_R: Floats, held: Sequence[Unit]) -> bytes:
-    """What the reference says, and of which evaluation pairs."""
+    """The reference's log-likelihoods as a file, with a digest of the evaluation pairs."""
     file = io.BytesIO()
     np.savez(file, sampled=sampled_R, held_out=held_out_R, about=np.frombuffer(_digest(held), np.uint8))
     return file.getvalue()
 
 
 def _kept(path: Path, many: int, held: Sequence[Unit]) -> tuple[Floats, Floats] | None:
-    """What was written down; None where it is damaged or of other evaluation pairs, and the reference is asked again."""
+    """What ``packed`` wrote; None if it is damaged or about other evaluation pairs, and the reference is read again."""
     try:
         with np.load(path) as file:
             sampled_R, held_out_R, about = (file[name] for name in ("sampled", "held_out", "about"))
