@@ -72,8 +72,8 @@ def _epsilon(plan: Plan) -> str | None:
     if plan.epsilon <= WEAK_EPSILON:
         return None
     return (
-        f"epsilon {plan.epsilon:.3g} is weak: above 10, the bound on what an attacker can learn means little, so only an audit "
-        "can support the run. Type --privacy.epsilon 8 or less."
+        f"epsilon {plan.epsilon:.3g} is weak: above 10, the bound on what an attacker can learn means little, and only an audit "
+        "supports the run. Type --privacy.epsilon 8 or less."
     )
 
 
