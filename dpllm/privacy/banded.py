@@ -122,7 +122,7 @@ def admissible(coefficients: Sequence[float]) -> bool:
 
 
 def near_best(coefficients: Sequence[float], num_steps: int) -> bool:
-    """Whether coefficients may come from ``strategy``, for readers without the schedule; all ``admissible`` ones are as private."""
+    """Whether coefficients may come from ``strategy``, for readers without the schedule; all ``admissible`` are as private."""
     steps, bands, length = min(num_steps, MOST_STEPS), len(coefficients), math.hypot(*coefficients)
     if not 0 < bands <= min(steps, MOST_BANDS) or length < 1 - 1e-12 or max(coefficients) > coefficients[0]:
         return False

@@ -162,9 +162,7 @@ class Engine:
         """Checks what every step needs: one process, float32, no layer that couples rows."""
         guards.check_model(self._model)
         if processes.several() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise Refused(
-                "dpllm.Engine works in one process, and there are several. Use accelerate launch and a recipe."
-            )
+            raise Refused("dpllm.Engine is for one process, but there are several. Use accelerate launch and a recipe.")
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             raise Refused(
                 "gradients are disabled here, so no step can be taken. Leave torch.no_grad or inference_mode."
