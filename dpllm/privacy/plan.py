@@ -1,7 +1,7 @@
-"""The promise: one frozen value from which sampler, noise, accountant, ledger and card are all built.
+"""The Plan: one frozen value from which sampler, noise, accountant, ledger and card are built.
 
-Comes in: a ``Mechanism``, all of it public. Goes out: a ``Plan``, which plan.json and the privacy statement hold as it is. Must
-not see data and must not import torch: whoever verifies a card computes it again.
+Comes in: a ``Mechanism``, all of it public. Goes out: a ``Plan``, which plan.json and the privacy statement contain unchanged.
+Must not see data and must not import torch: verifying a card recomputes it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dpllm.records import (
 
 ACCOUNTANT = "dp-accounting PLD"
 LATER = ("canary_commitment", "audit", "cross_check")
-"""Of a Plan: what is fixed when training starts."""
+"""Fields of a Plan that are set when training starts."""
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
 RELATION_IN_WORDS: dict[Relation, str] = {
@@ -112,42 +112,42 @@ class Mechanism(Record):
 
     @property
     def schedule(self) -> Schedule:
-        """How often whom."""
+        """Sizes, sampling rate and steps."""
         size, batch = self.dataset_size, self.expected_batch_size
         return Schedule(size, self.canary_slots, batch, sampling_rate=batch / size, num_steps=self.num_steps)
 
     @property
     def bands(self) -> int:
-        """b, how many groups take turns and over how many steps noise reaches back; 1 for independent noise."""
+        """b, the number of groups that take turns and of steps with correlated noise; 1 for independent noise."""
         return max(1, len(self.coefficients))
 
     @property
     def group_size(self) -> int:
-        """How many of what is sampled are protected together."""
+        """How many sampled units or rows are protected together."""
         return (self.max_examples_per_unit or 1) if self.sampling == "example" else 1
 
     @property
     def event_of_steps(self) -> RunEvent:
-        """The event of its steps."""
+        """The event of the run's steps."""
         return steps_event(self.noise_multiplier, self.schedule, self.group_size, self.bands)
 
     @property
     def group_rate(self) -> float:
-        """The probability with which a member of the group whose turn it is joins a step: b times the sampling rate."""
+        """The probability that a member of the group whose turn it is joins a step: b times the sampling rate."""
         return group_rate(self.schedule, self.bands)
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         try:
             wrong = [problem for problem, good in self._rules().items() if not good]
-        except (ArithmeticError, ConfigError) as error:  # numbers that no float holds
+        except (ArithmeticError, ConfigError) as error:  # numbers that do not fit a float
             raise ValueError(str(error)) from None
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
 
     def _rules(self) -> dict[str, bool]:
-        """What holds of every mechanism, by what is wrong where it does not."""
+        """Conditions on a mechanism, by the message if one does not hold."""
         size, coefficients = self.dataset_size, self.coefficients
         return {
             "canary_slots do not fit into dataset_size": self.canary_slots < size,
@@ -167,16 +167,15 @@ class Mechanism(Record):
 
 
 class Plan(Mechanism):
-    """What one run promises: its mechanism, and everything that follows from it.
+    """The promise of one run: its mechanism, and everything derived from it.
 
     Guarantee:
         The trained parameters are (epsilon, delta)-differentially private for the privacy unit ``unit`` under
-        ``neighbouring_relation``, if T = num_steps steps run as ``schedule`` says, the contribution to a summed gradient of
-        each thing that is sampled has L2 norm at most ``max_grad_norm``, and N(0, (noise_multiplier * max_grad_norm)^2) is
-        added to every coordinate of each sum. With ``sampling`` example, rows are sampled and clipped one by one, and the
-        guarantee is for a unit of up to ``max_examples_per_unit`` rows together. With ``coefficients``, steps sample groups in
-        turn and the noise of a step takes back a part of earlier noise: ``dpllm.privacy.banded`` has the assumptions and the
-        proof.
+        ``neighbouring_relation``, if T = num_steps steps run as ``schedule`` says, each sampled unit contributes a vector of L2
+            norm at most ``max_grad_norm`` to a summed gradient, and N(0, (noise_multiplier * max_grad_norm)^2) is added to every
+            coordinate of each sum. With ``sampling`` example, rows are sampled and clipped one by one, and the guarantee is for a
+            unit of up to ``max_examples_per_unit`` rows together. With ``coefficients``, steps sample groups in turn and the
+            noise of a step cancels a part of earlier noise: ``dpllm.privacy.banded`` has the assumptions and the proof.
     """
 
     schema_version: Literal[2]
@@ -209,9 +208,9 @@ class Plan(Mechanism):
 
     @classmethod
     def of(cls, run: Mechanism, best_of: RepeatAndSelect | None = None) -> Plan:
-        """What a mechanism promises. A second accountant is asked when training starts: ``accounting.cross_check``.
+        """The Plan of a mechanism. A second accountant runs when training starts: ``accounting.cross_check``.
 
-        ``best_of``: the choice by which this run is released and no other; None: it is released whatever it is like.
+        ``best_of``: the selection by which this run alone is released; None: it is released whatever its result.
         """
         event, relation, delta = best_of or run.event_of_steps, run.neighbouring_relation, run.delta
         by_accountant = accounting.epsilon_by_accountant(event, delta, relation)
@@ -250,7 +249,7 @@ class Plan(Mechanism):
 
     @property
     def best_of(self) -> RepeatAndSelect | None:
-        """The choice by which this run is released; None where it was the only one."""
+        """The selection by which this run is released; None if it was the only run."""
         return self.event if isinstance(self.event, RepeatAndSelect) else None
 
     @property
@@ -259,7 +258,7 @@ class Plan(Mechanism):
         return digest(self.to_json())
 
     def in_words(self) -> dict[str, str]:
-        """The figures that everybody asks for, by their names."""
+        """The main figures, by their names."""
         return {
             "epsilon": f"{self.epsilon:.3f}",
             "at delta": f"{self.delta:g}",
@@ -285,17 +284,17 @@ class Plan(Mechanism):
 
 
 def if_shuffled(run: Mechanism, best_of: RepeatAndSelect | None = None) -> float | None:
-    """Epsilon of the same run if its batches had come from shuffling: one Gaussian release an epoch, no credit for sampling.
+    """Epsilon of the same run with shuffled batches: one Gaussian release per epoch, without amplification by sampling.
 
     Returns:
-        Rounded up to four digits; None of banded noise and of the best of several runs, and where it is 10,000 or more.
+        Epsilon rounded up to four digits; None for banded noise, for the best of several runs, and from 10,000 on.
 
     Guarantee:
-        An upper bound for the zero-out relation, if the place of a unit in the order stays when its data are replaced by
-        nothing. A unit of up to k rows that are drawn one by one is taken as one release of sensitivity k C.
+        An upper bound for the zero-out relation, if a unit keeps its position in the order when its data are replaced by nothing.
+            A unit of up to k rows that are sampled one by one counts as one release of sensitivity k C.
 
     References:
-        Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 3.3 (Gaussian releases add up to one).
+        Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 3.3 (Gaussian releases compose to one).
     """
     if run.coefficients or best_of:
         return None
@@ -304,7 +303,7 @@ def if_shuffled(run: Mechanism, best_of: RepeatAndSelect | None = None) -> float
         value = limits.gaussian_epsilon(run.group_size * math.sqrt(epochs) / run.noise_multiplier, run.delta)
     except (ArithmeticError, ValueError):  # hardly any noise
         return None
-    return limits.rounded_up(value * (1 + 1e-9))  # more than the error of its root
+    return limits.rounded_up(value * (1 + 1e-9))  # more than the root finder's error
 
 
 def _name_of(run: Mechanism) -> str:
@@ -314,7 +313,7 @@ def _name_of(run: Mechanism) -> str:
 def resolved_delta(
     wanted: float | str, largest_delta: float, size: int, name: str = "privacy.delta", canary_slots: int = 0
 ) -> float:
-    """The delta that is stated, below 1/N, as is that of the dataset's budget; errors call it ``name`` and tell slots in N."""
+    """The stated delta, below 1/N as the dataset budget's must be; errors call it ``name`` and mention canary slots."""
     if largest_delta < 1.0:
         fewer = "plan fewer canaries (audit.canaries.groups)" if canary_slots else "bring more data"
         fix = f"Its owner can correct it with dpllm ledger init as long as nothing is spent; or {fewer}."
@@ -327,7 +326,7 @@ def resolved_delta(
 def check_delta(
     delta: float, dataset_size: int, name: str = "privacy.delta", fix: str | None = None, canary_slots: int = 0
 ) -> None:
-    """Refuses a delta of 1/N or more; errors call it `name` and say how to `fix` it (None: by what auto would be)."""
+    """Refuses a delta of 1/N or more; errors call it `name` and say how to `fix` it (None: set it to auto)."""
     if delta * dataset_size >= 1:
         slots = f" (N counts {canary_slots:,} slots of canaries)" if canary_slots else ""
         raise Refused(
@@ -337,7 +336,7 @@ def check_delta(
 
 
 def fitting(sigma: float, event_of: Callable[[float], RunEvent], fit: Fit) -> float:
-    """The larger of ``sigma``, which meets the target, and the least noise multiplier that fits a Renyi filter.
+    """The larger of ``sigma``, which meets the target, and the smallest noise multiplier that fits a Renyi filter.
 
     Raises:
         Refused: The filter cannot count the event.
@@ -364,7 +363,7 @@ def strategy_for(
     rate: LearningRate,
     bands: int | Literal["auto"],
 ) -> tuple[float, ...]:
-    """Coefficients of banded noise that suit a learning rate; none where ``auto`` finds that independent noise does as well."""
+    """Coefficients of banded noise for a learning rate; empty if ``auto`` finds that independent noise is as good."""
 
     def sigma_of(bands: int) -> float:
         return noise_multiplier_for(epsilon, delta, schedule, relation, bands, rough=True)
@@ -384,13 +383,13 @@ def noise_multiplier_for(
     group_size: int = 1,
     rough: bool = False,
 ) -> float:
-    """Calibrated for the schedule with so many bands: ``accounting.calibrate_noise_multiplier`` of its rounds."""
+    """The noise multiplier calibrated for a schedule with bands: ``accounting.calibrate_noise_multiplier`` of its rounds."""
     rate, rounds = group_rate(schedule, bands), -(-schedule.num_steps // bands)
     return accounting.calibrate_noise_multiplier(epsilon, delta, rate, rounds, relation, group_size, rough=rough)
 
 
 def steps_event(noise_multiplier: float, schedule: Schedule, group_size: int, bands: int) -> RunEvent:
-    """The event of all steps of a schedule: its groups take turns where there are bands."""
+    """The event of all steps of a schedule; with bands, groups take turns."""
     noise = Gaussian(noise_multiplier)
     if bands > 1:
         return CyclicPoisson(bands, schedule.num_steps, group_rate(schedule, bands), noise)
