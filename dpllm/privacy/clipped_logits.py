@@ -9,8 +9,9 @@ With phi_0 the public logits and phi_i those of unit i, the token is drawn from
 
 among the public candidates alone, where clip acts on each coordinate, to [-C, C].
 
-Guarantee: One draw is a bounded-range mechanism with eta = 2 C / (B tau) under zero_out, where the unit's vote becomes 0, and
-under add_or_remove_one, where the vote is there or not: B is a public divisor, not the number of votes.
+Guarantee:
+    One draw is a bounded-range mechanism with eta = 2 C / (B tau) under zero_out, where the unit's vote becomes 0, and under
+    add_or_remove_one, where the vote is there or not: B is a public divisor, not the number of votes.
 
     Proof. A unit's vote on one token is an integer of absolute value at most 2^LATTICE_BITS that depends only on its own logits
     and the public ones; times C / 2^LATTICE_BITS it is the clipped difference. The integers are summed exactly, so u, their sum

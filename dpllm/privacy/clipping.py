@@ -79,8 +79,8 @@ class PerUnitClipper:
         and added as it was measured. A unit whose gradient is not finite adds zero.
 
         A unit's contribution depends on that unit alone, to the last bit: it is computed in shapes that depend on the unit and on
-            public numbers, and sums of multiples of the spacing are exact. ``selfcheck`` tests that the model's own kernels give
-            a row the same bits at any position and beside any other rows.
+        public numbers, and sums of multiples of the spacing are exact. ``selfcheck`` tests that the model's own kernels give a
+        row the same bits at any position and beside any other rows.
 
     References:
         Abadi et al. 2016, algorithm 1; Bu et al. 2023, Differentially Private Optimization on Large Model at Small Cost

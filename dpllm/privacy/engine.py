@@ -67,11 +67,11 @@ class StepEngine:
 
     Guarantee:
         With a Plan: every trainable coordinate is updated from (sum of clipped unit gradients + N(0, s^2)) / B of this step and
-            from nothing else that was computed from the data, even for an empty batch. s is sigma times the most that one unit
-            can move the sum on its lattice (``noise_scale``), so the release is a post-processing of the Gaussian mechanism
-            (``GaussianNoise``; with the Plan's ``coefficients``, ``BandedNoise``). B is the Plan's public expected batch size,
-            never the realised one. On several ranks, rank 0 adds the noise once, to its own sum; the all-reduce is exact, so the
-            total has the same bits for any number of ranks. Without a Plan: none.
+        from nothing else that was computed from the data, even for an empty batch. s is sigma times the most that one unit can
+        move the sum on its lattice (``noise_scale``), so the release is a post-processing of the Gaussian mechanism
+        (``GaussianNoise``; with the Plan's ``coefficients``, ``BandedNoise``). B is the Plan's public expected batch size, never
+        the realised one. On several ranks, rank 0 adds the noise once, to its own sum; the all-reduce is exact, so the total has
+        the same bits for any number of ranks. Without a Plan: none.
 
     References:
         Abadi et al. 2016, algorithm 1.

@@ -7,15 +7,16 @@ An event is stored in plan.json and in the ledger, to be accounted again years l
 exact, and their meanings never change. A Gaussian is a noisy sum to which a unit adds a vector of norm at most the sensitivity;
 its noise is in units of that sensitivity. The others say what was done with such a sum or with an event.
 
-Guarantee: ``poisson_sampled_group`` bounds the change if up to ``group_size`` rows are removed, each clipped on its own: the
-number of them in a sample is Binomial(group_size, probability), so one step is dominated by a mixture of Gaussians.
-``cyclic_poisson`` costs ceil(count / bands) ``poisson_sampled`` sums at its probability, which is that within a group (proof:
-``dpllm.privacy.banded``). ``repeat_and_select`` holds if the number of runs was drawn before the first one, from the named
-distribution with this mean, and stays secret; if each run draws one of ``events`` and fresh randomness; if the score that selects
-is computed from public data or is covered by that event; and if nothing of the other runs is released (proof:
-``dpllm.privacy.selection``). ``bounded_range`` holds for draws of range at most ``range``, each of which may depend on earlier
-results (proof: ``dpllm.privacy.bounded_range``). ``imported`` and ``pure_dp`` hold under the neighbouring relation and for the
-unit of the events composed with them.
+Guarantee:
+    ``poisson_sampled_group`` bounds the change if up to ``group_size`` rows are removed, each clipped on its own: the number of
+    them in a sample is Binomial(group_size, probability), so one step is dominated by a mixture of Gaussians. ``cyclic_poisson``
+    costs ceil(count / bands) ``poisson_sampled`` sums at its probability, which is that within a group (proof:
+    ``dpllm.privacy.banded``). ``repeat_and_select`` holds if the number of runs was drawn before the first one, from the named
+    distribution with this mean, and stays secret; if each run draws one of ``events`` and fresh randomness; if the score that
+    selects is computed from public data or is covered by that event; and if nothing of the other runs is released (proof:
+    ``dpllm.privacy.selection``). ``bounded_range`` holds for draws of range at most ``range``, each of which may depend on
+    earlier results (proof: ``dpllm.privacy.bounded_range``). ``imported`` and ``pure_dp`` hold under the neighbouring relation
+    and for the unit of the events composed with them.
 
 References:
     Choquette-Choo et al. 2023, "Privacy Amplification for Matrix Mechanisms", corollary 4.7 (mixtures). Charles et al.

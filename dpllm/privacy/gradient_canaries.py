@@ -27,9 +27,9 @@ class GradientCanaries:
 
     Guarantee:
         A canary adds its gradient, 1000 C v_j, clipped by the same function as units and rounded towards zero to the lattice: at
-            most C in norm. So a canary is one more unit, whose slot is sampled like any other. ``project`` reads only what was
-            released. The signs do not depend on the data, so the data of the first step add to a projection with mean zero over
-            the signs; later gradients may also depend on earlier releases.
+        most C in norm. So a canary is one more unit, whose slot is sampled like any other. ``project`` reads only what was
+        released. The signs do not depend on the data, so the data of the first step add to a projection with mean zero over the
+        signs; later gradients may also depend on earlier releases.
 
     References:
         Nasr et al. 2023, "Tight Auditing of Differentially Private Machine Learning" (canaries in gradient space); Andrew et

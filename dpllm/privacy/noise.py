@@ -51,8 +51,8 @@ class SecretStream:
 
     Guarantee:
         Without the key, n words cannot be distinguished from independent uniform ones if AES-256 is a pseudorandom permutation.
-            Because its blocks never repeat, there is an additional advantage of at most n^2 2^-131: 2^-57 for the 2^37 words of a
-            large run.
+        Because its blocks never repeat, there is an additional advantage of at most n^2 2^-131: 2^-57 for the 2^37 words of a
+        large run.
     """
 
     def __init__(self, key: int, purpose: bytes) -> None:
@@ -138,15 +138,15 @@ class GaussianNoise:
     Guarantee:
         ``add_to`` turns a vector of multiples of the spacing into what the Gaussian mechanism with real numbers would release,
         rounded to the spacing: a multiple v plus a real number x, rounded, is v plus x rounded. So its result is a
-            post-processing of N(v, scale^2), and the theorem applies as it stands if x is normal.
+        post-processing of N(v, scale^2), and the theorem applies as it stands if x is normal.
 
         What remains is how x is made: the stream is assumed to be indistinguishable from a random one, and x is a float64, not a
-            real number. If the set of possible points depended on v, it would reveal v. So the points must be dense, also for a
-            pair of variates, which share a radius. Adjacent angles differ by at most 2^-51 and adjacent radii by at most 2^-43,
-            out to 11 standard deviations (beyond, the probability is below 2^-87), and the spacing is at least 2^-31 scale: at
-            least 2^12 radii and 2^16 angles are rounded to each square of the lattice, the same for every v. Radii of 53 random
-            bits, as in other libraries, would be further apart than the lattice beyond 5.8 standard deviations (one pair in
-            2^24). Exact alternatives (Canonne, Kamath and Steinke 2020) cost more than a training step.
+        real number. If the set of possible points depended on v, it would reveal v. So the points must be dense, also for a pair
+        of variates, which share a radius. Adjacent angles differ by at most 2^-51 and adjacent radii by at most 2^-43, out to 11
+        standard deviations (beyond, the probability is below 2^-87), and the spacing is at least 2^-31 scale: at least 2^12 radii
+        and 2^16 angles are rounded to each square of the lattice, the same for every v. Radii of 53 random bits, as in other
+        libraries, would be further apart than the lattice beyond 5.8 standard deviations (one pair in 2^24). Exact alternatives
+        (Canonne, Kamath and Steinke 2020) cost more than a training step.
 
     The stream is AES-256 in counter mode with 256 bits from the operating system, on the CPU. On a GPU, unless ``secure``
         (``privacy.secure_noise``) is set, it is torch's Philox4x32 with a key of 63 bits, which passes the usual statistical
@@ -154,7 +154,7 @@ class GaussianNoise:
 
     References:
         Mironov 2012, On Significance of the Least Significant Bits for Differential Privacy (the attack; rounding to a lattice,
-            for Laplace noise). Holohan and Braghin 2021, Secure Random Sampling in Differential Privacy (the
+        for Laplace noise). Holohan and Braghin 2021, Secure Random Sampling in Differential Privacy (the
         attack on pairs of Box and Muller's transform).
     """
 
@@ -196,15 +196,14 @@ class BandedNoise:
 
     Guarantee:
         ``add_to`` returns a post-processing of the matrix mechanism C G + s Z, where C is lower triangular Toeplitz with
-            ``coefficients``, G_t is the vector of step t in multiples of the spacing, and Z is independent standard normal: n_t
-            is rounded to the spacing before it is added, and stored exactly as added. So n_{t-j} = r_{t-j} - G_{t-j} exactly,
-            where r is what was released, and r_t is ((C G + s Z)_t - sum over j of c_j r_{t-j}) / c_0, rounded: a function of the
-            mechanism's row and earlier releases alone. The remaining assumptions are those of ``GaussianNoise``, and the float64
-            rounding of that sum. If n_t were stored in float32, it would differ from what was added, and the difference would
-            reveal c_j G.
+        ``coefficients``, G_t is the vector of step t in multiples of the spacing, and Z is independent standard normal. n_t is
+        rounded to the spacing before it is added, and stored as added. So n_{t-j} = r_{t-j} - G_{t-j} exactly, where r is what
+        was released, and r_t is ((C G + s Z)_t - sum over j of c_j r_{t-j}) / c_0, rounded: a function of the mechanism's row
+        and earlier releases alone. The remaining assumptions are those of ``GaussianNoise``, and the float64 rounding of that
+        sum. If n_t were stored in float32, it would differ from what was added, and the difference would reveal c_j G.
 
         Buffers are secret: with them, the noise could be subtracted. They are never saved; a resumed run begins with empty ones,
-            which ``dpllm.privacy.banded`` accounts for. The scale must be the same in all steps.
+        which ``dpllm.privacy.banded`` accounts for. The scale must be the same in all steps.
     """
 
     def __init__(self, noise: GaussianNoise, coefficients: Sequence[float]) -> None:

@@ -38,9 +38,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Targets:
-    """What is to be predicted, and from where: in packs of a fixed size, the last of them filled up.
+    """The tokens to predict, and from which positions, in packs of a fixed size; the last pack is padded.
 
-    What fills it reads the last position of all, which predicts nothing.
+    Padding reads the last position, which predicts nothing.
     """
 
     shape: tuple[int, int]  # of the token ids

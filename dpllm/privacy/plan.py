@@ -291,7 +291,7 @@ def if_shuffled(run: Mechanism, best_of: RepeatAndSelect | None = None) -> float
 
     Guarantee:
         An upper bound for the zero-out relation, if a unit keeps its position in the order when its data are replaced by nothing.
-            A unit of up to k rows that are sampled one by one counts as one release of sensitivity k C.
+        A unit of up to k rows that are sampled one by one counts as one release of sensitivity k C.
 
     References:
         Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 3.3 (Gaussian releases compose to one).

@@ -36,7 +36,7 @@ class PairLoss:
 
     Guarantee:
         The loss of a pair and its gradient depend only on the two rows of that pair, on public numbers and on the model. Nothing
-            is averaged over pairs.
+        is averaged over pairs.
 
     References:
         Rafailov et al. 2023, Direct Preference Optimization, equation 7 (l = -log sigma(h)). Azar et al. 2023, A General

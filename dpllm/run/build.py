@@ -211,7 +211,7 @@ def check_passes(
         try:
             checked = engine.self_check(vocabulary, low, pad_id)
         except NotBatchInvariant as refusal:
-            failed, reason = True, str(refusal).partition(", so that ")[0]
+            failed, reason = True, str(refusal).partition(", so ")[0]
         if not processes.totals(failed)[0]:  # all ranks make the same tries
             break
         engine.repack(tries.pop(0))

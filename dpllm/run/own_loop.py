@@ -95,7 +95,7 @@ class Engine:
         if each of ``units`` holds all rows of one privacy unit and was encoded from them alone, and if nothing else that was
         computed from these data reaches the parameters: no other optimizer step, no decision taken on what ``step`` returns.
         If the loop ends early, the ledger keeps the whole reservation. That ``dataset`` names these data is taken on trust: the
-            ledger sees no records and cannot recognise copies.
+        ledger sees no records and cannot recognise copies.
 
     Attributes:
         plan: The promise.
