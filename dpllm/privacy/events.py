@@ -1,7 +1,7 @@
 """Accounting events: frozen values that say what was released.
 
 Comes in: numbers; JSON of plan.json, the ledger and published statements, read once by ``read``. Goes out: events and their JSON.
-Must not know epsilon of an event, models or data; ``parts`` adds events up.
+Must not know epsilons, models or data; ``parts`` adds events up.
 
 An event is stored in plan.json and in the ledger, to be accounted again years later, as {"type": ..., and its fields}: fields are
 exact, and their meanings never change. A Gaussian is a noisy sum to which a unit adds a vector of norm at most the sensitivity;

@@ -149,13 +149,13 @@ class GaussianNoise:
         (Canonne, Kamath and Steinke 2020) cost more than a training step.
 
     The stream is AES-256 in counter mode with 256 bits from the operating system, on the CPU. On a GPU, unless ``secure``
-        (``privacy.secure_noise``) is set, it is torch's Philox4x32 with a key of 63 bits, which passes the usual statistical
-        batteries but is not known to be cryptographically secure, and whose pairs have radii of 53 bits.
+    (``privacy.secure_noise``) is set, it is torch's Philox4x32 with a key of 63 bits, which passes the usual statistical
+    batteries but is not known to be cryptographically secure, and whose pairs have radii of 53 bits.
 
     References:
         Mironov 2012, On Significance of the Least Significant Bits for Differential Privacy (the attack; rounding to a lattice,
-        for Laplace noise). Holohan and Braghin 2021, Secure Random Sampling in Differential Privacy (the
-        attack on pairs of Box and Muller's transform).
+        for Laplace noise). Holohan and Braghin 2021, Secure Random Sampling in Differential Privacy (the attack on pairs of Box
+        and Muller's transform).
     """
 
     def __init__(self, entropy: int, device: torch.device, *, secure: bool = False) -> None:

@@ -171,11 +171,11 @@ class Plan(Mechanism):
 
     Guarantee:
         The trained parameters are (epsilon, delta)-differentially private for the privacy unit ``unit`` under
-        ``neighbouring_relation``, if T = num_steps steps run as ``schedule`` says, each sampled unit contributes a vector of L2
-            norm at most ``max_grad_norm`` to a summed gradient, and N(0, (noise_multiplier * max_grad_norm)^2) is added to every
-            coordinate of each sum. With ``sampling`` example, rows are sampled and clipped one by one, and the guarantee is for a
-            unit of up to ``max_examples_per_unit`` rows together. With ``coefficients``, steps sample groups in turn and the
-            noise of a step cancels a part of earlier noise: ``dpllm.privacy.banded`` has the assumptions and the proof.
+        ``neighbouring_relation``, if T = num_steps steps run as ``schedule`` says, each sampled unit (or row) contributes a
+        vector of L2 norm at most ``max_grad_norm`` to a summed gradient, and N(0, (noise_multiplier * max_grad_norm)^2) is added
+        to every coordinate of each sum. With ``sampling`` example, rows are sampled and clipped one by one, and the guarantee is
+        for a unit of up to ``max_examples_per_unit`` rows together. With ``coefficients``, steps sample groups in turn and the
+        noise of a step cancels a part of earlier noise: ``dpllm.privacy.banded`` has the assumptions and the proof.
     """
 
     schema_version: Literal[2]
