@@ -70,11 +70,11 @@ def start_from(model: PeftModel, folder: Path, sha256: str | None = None) -> Non
             raise ConfigError(
                 f"model.adapter {folder}: {name} has a value that is not finite, so training would fail. Use an undamaged copy."
             )
-    own = get_peft_model_state_dict(model, save_embedding_layers=False)
-    saved_shapes, own_shapes = ({name: tensor.shape for name, tensor in of.items()} for of in (saved, own))
-    if saved_shapes != own_shapes:
+    current = get_peft_model_state_dict(model, save_embedding_layers=False)
+    saved_shapes, current_shapes = ({name: tensor.shape for name, tensor in of.items()} for of in (saved, current))
+    if saved_shapes != current_shapes:
         layers = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in saved if ".lora_" in name})
-        differs = min(saved_shapes.items() ^ own_shapes.items())[0]
+        differs = min(saved_shapes.items() ^ current_shapes.items())[0]
         raise ConfigError(
             f"model.adapter {folder}: {differs} is missing or has another shape in it or in the recipe's adapter, so some "
             "weights would be lost or start at random. Name its base model, its adapter.modules_to_save, and its layers: "
@@ -196,19 +196,19 @@ def _add_lora(model: Any, adapter: LoraConfig, name: str) -> Any:
 
 def _check_modules_to_save(model: Any, adapter: LoraConfig, targets: Any) -> None:
     names = dict(model.named_modules())
-    for wanted in adapter.modules_to_save:
-        layers = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
-        whole = [name for name in layers if next(names[name].children(), None) is not None]
-        if not layers or whole:
-            reason = "matches no layer" if not layers else f"is {whole[0]}, which holds other layers"
+    for module in adapter.modules_to_save:
+        layers = [name for name in names if name == module or name.endswith(f".{module}")]
+        containers = [name for name in layers if next(names[name].children(), None) is not None]
+        if not layers or containers:
+            reason = "matches no layer" if not layers else f"is {containers[0]}, which holds other layers"
             raise ConfigError(
-                f"adapter.modules_to_save: {wanted!r} {reason}. Name single layers, such as lm_head, embed_tokens or norm."
+                f"adapter.modules_to_save: {module!r} {reason}. Name single layers, such as lm_head, embed_tokens or norm."
             )
         for name in layers:
-            _refuse_packed(names[name], f"adapter.modules_to_save: {wanted!r}")
-        if not isinstance(targets, str) and wanted in targets:
+            _refuse_packed(names[name], f"adapter.modules_to_save: {module!r}")
+        if not isinstance(targets, str) and module in targets:
             raise ConfigError(
-                f"adapter.modules_to_save: {wanted!r} also gets an adapter. Remove it from this list or from target_modules."
+                f"adapter.modules_to_save: {module!r} also gets an adapter. Remove it from this list or from target_modules."
             )
 
 
@@ -234,16 +234,16 @@ def _adaptable(model: Any) -> list[str]:
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
         # Fused kernels of state-space mixers (Mamba) read every other weight without calling its layer.
-        mixer = {"A_log", "D"} <= {own for own, _ in parent.named_parameters(recurse=False)}
+        mixer = {"A_log", "D"} <= {parameter for parameter, _ in parent.named_parameters(recurse=False)}
         if mixer and not name.rpartition(".")[2].startswith("in_proj"):
             continue
         if type(module).__name__.endswith("GroupedLinear"):  # its output has not the shape of LoRA's (DeepSeek V4)
             continue
         linear.append(name)
     # peft 0.21 applies the names of linear layers, even dense and shared ones, to the fused experts that replaced them.
-    asked = PeftLoraConfig(target_modules=linear)
-    convert_peft_config_for_transformers(asked, model, None)
-    return [name for name in linear if name in (asked.target_modules or ())]
+    converted = PeftLoraConfig(target_modules=linear)
+    convert_peft_config_for_transformers(converted, model, None)
+    return [name for name in linear if name in (converted.target_modules or ())]
 
 
 def unfreeze(model: Any, adapter: FrozenConfig) -> None:

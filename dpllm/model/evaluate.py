@@ -47,12 +47,12 @@ def rows_at_once(model: nn.Module, rows: int, tokens: int, *, windows: bool = Fa
     """
     without_memory(model)
     config: Any = getattr(model, "config", None)
-    known: dict[str, Any] = config.get_text_config().to_dict() if config is not None else {}
-    ropes = known.get("rope_parameters") or {}
-    begins = [known.get(name) for name in _WINDOWS] if windows else []
+    settings: dict[str, Any] = config.get_text_config().to_dict() if config is not None else {}
+    ropes = settings.get("rope_parameters") or {}
+    begins = [settings.get(name) for name in _WINDOWS] if windows else []
     for rope in [ropes] if "rope_type" in ropes else ropes.values():  # one, or one for each kind of layer
         if rope and (rope["rope_type"] not in _STEADY or _SCALES & rope.keys()):
-            ends = [rope.get(_ENDS[0]), *(known.get(name) for name in _ENDS)]
+            ends = [rope.get(_ENDS[0]), *(settings.get(name) for name in _ENDS)]
             begins += [end for end in ends if end] or [1]
     return 1 if any(isinstance(begin, int) and 0 < begin < tokens for begin in begins) else rows
 
@@ -65,8 +65,8 @@ def without_memory(model: nn.Module) -> None:
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
-        known = kinds.values() if isinstance(kinds, dict) else (kinds,)
-        if any("dynamic" in str(kind) for kind in known) and _as_new not in module._forward_pre_hooks.values():
+        types = kinds.values() if isinstance(kinds, dict) else (kinds,)
+        if any("dynamic" in str(kind) for kind in types) and _as_new not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_as_new, with_kwargs=True)
 
 

@@ -113,7 +113,7 @@ def pooling_of(model: ModelConfig) -> Pooling | None:
         ConfigError: The encoder has modules of other kinds, which would be ignored.
     """
     silent: dict[str, Any] = {
-        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")
+        f"_raise_exceptions_for_{case}": False for case in ("missing_entries", "connection_errors")
     }
 
     def read(file: str) -> Any:
@@ -134,7 +134,7 @@ def pooling_of(model: ModelConfig) -> Pooling | None:
         if kinds[1:2] == ["Pooling"]:
             settings = read(f"{modules[1]['path']}/config.json")
         chosen = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is not False]
-        usual = kinds in (["Transformer", *some] for some in ([], ["Pooling"], ["Pooling", "Normalize"], ["Normalize"]))
+        usual = kinds in (["Transformer", *rest] for rest in ([], ["Pooling"], ["Pooling", "Normalize"], ["Normalize"]))
         usual &= modules[0]["path"] == "" and [settings.get(name) for name in chosen] == [True]
     except Exception as error:  # the same kinds as for a tokenizer
         raise _not_found(model, "configuration", error) from None
@@ -179,8 +179,8 @@ def load_base(
     except Exception as error:
         if memory.out_of_memory(error):
             raise memory.base_does_not_fit(model) from None
-        what = "causal language model" if kind is transformers.AutoModelForCausalLM else "encoder"
-        raise _not_found(model, what, error) from None
+        description = "causal language model" if kind is transformers.AutoModelForCausalLM else "encoder"
+        raise _not_found(model, description, error) from None
 
 
 def positions(net: Any) -> int | None:
@@ -191,11 +191,11 @@ def positions(net: Any) -> int | None:
 
 def digest(model: Any, tokenizer: Any, pooling: Pooling | None) -> str:
     """SHA-256 of weights, configuration, vocabulary, the tokens of the whole vocabulary as one text, and the pooling."""
-    known = sorted(tokenizer.get_vocab().items())
-    text = "\n".join(tokenizer.batch_decode([[number] for _, number in known]))  # so that every merge is used
+    vocab = sorted(tokenizer.get_vocab().items())
+    text = "\n".join(tokenizer.batch_decode([[number] for _, number in vocab]))  # so that every merge is used
     ids, settings = tokenizer(text, verbose=False)["input_ids"], model.config.to_diff_dict()
     settings = {name: value for name, value in sorted(settings.items()) if name not in _NO_PART}
-    content = hashlib.sha256(repr((known, ids, pooling, json.dumps(settings, sort_keys=True, default=str))).encode())
+    content = hashlib.sha256(repr((vocab, ids, pooling, json.dumps(settings, sort_keys=True, default=str))).encode())
     # Without one in the checkpoint, transformers initialises a pooler at random, and no state goes through it.
     for tensor in (tensor for name, tensor in model.named_parameters() if "pooler" not in name):
         content.update(repr(tensor.shape).encode() + tensor.detach().float().cpu().numpy().tobytes())
@@ -245,8 +245,8 @@ def build(config: RunConfig, device: torch.device, weights: str | None = None) -
     if config.model.adapter is not None:
         adapters.start_from(model, Path(config.model.adapter), weights)
     if processes.several():  # frozen factors too, which no step compares
-        own = (p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name)
-        processes.check_equal({"the adapter or layers that training starts from": f"{processes.fingerprint(own):x}"})
+        tuned = (p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name)
+        processes.check_equal({"the adapter or layers that training starts from": f"{processes.fingerprint(tuned):x}"})
     if sharded:
         sharding.shard(model, adapters.blocks(model)[0], device)
     return model.train()
@@ -262,17 +262,17 @@ def shrunken(config: RunConfig, model: Any, device: torch.device) -> Any:
     """
     small = copy.deepcopy(model.config)
     text = small.get_text_config()  # of a model that also reads images; else the configuration itself
-    layers, kept = text.num_hidden_layers, min(SHRUNKEN_BLOCKS, text.num_hidden_layers)
-    text.num_hidden_layers = kept
+    layers, num_blocks = text.num_hidden_layers, min(SHRUNKEN_BLOCKS, text.num_hidden_layers)
+    text.num_hidden_layers = num_blocks
     for name, value in vars(text).items():
         if isinstance(value, list) and len(value) == layers:  # a value for each block
-            setattr(text, name, value[:kept])
+            setattr(text, name, value[:num_blocks])
     text.vocab_size = SHRUNKEN_VOCABULARY
     if hasattr(small, "quantization_config"):
         del small.quantization_config
     adapter = config.adapter
     if isinstance(adapter, FrozenConfig):
-        adapter = adapter.changed({"last_blocks": min(adapter.last_blocks, kept)})
+        adapter = adapter.changed({"last_blocks": min(adapter.last_blocks, num_blocks)})
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         try:
@@ -307,12 +307,12 @@ def without_dropout(model: nn.Module) -> dict[str, float]:
         if isinstance(module, _DropoutNd) and module.p > 0:
             rates[path.rpartition(".")[2]], module.p = module.p, 0.0
         rates |= _zeroed(module)
-        own = vars(module).get("config")
-        if isinstance(own, transformers.PretrainedConfig) and id(module) not in exported:
-            if id(own) not in settings:
-                settings[id(own)] = own, copy.deepcopy(own)
-                rates |= _zeroed(settings[id(own)][1])
-            module.config = settings[id(own)][1]  # Falcon reads its rates from there as it runs
+        module_config = vars(module).get("config")
+        if isinstance(module_config, transformers.PretrainedConfig) and id(module) not in exported:
+            if id(module_config) not in settings:
+                settings[id(module_config)] = module_config, copy.deepcopy(module_config)
+                rates |= _zeroed(settings[id(module_config)][1])
+            module.config = settings[id(module_config)][1]  # Falcon reads its rates from there as it runs
     return dict(sorted(rates.items()))
 
 
@@ -390,9 +390,9 @@ def check_outliers(model: Any) -> None:
 
 def check_vocabulary(model: Any, tokenizer: Any) -> None:
     """Refuses a tokenizer with more tokens than the model: an error about a text with such a token would reveal it."""
-    if len(tokenizer) > (known := model.get_input_embeddings().weight.shape[0]):
+    if len(tokenizer) > (embeddings := model.get_input_embeddings().weight.shape[0]):
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer):,} tokens and the model {known:,}, so texts with the other tokens cannot be "
+            f"the tokenizer has {len(tokenizer):,} tokens and the model {embeddings:,}, so texts with the other tokens cannot be "
             "read. Use the model's own tokenizer."
         )
 

@@ -55,9 +55,9 @@ _STATUS = Path("/proc/self/status")
 
 def packing_for(config: RunConfig, model: nn.Module, vocab_size: int, device: torch.device) -> Packing:
     """The passes of a recipe on this device; they depend on its number of threads, so all ranks use one rank's answer."""
-    train, asked = config.train, config.train.tokens_per_pass
-    tokens, each = None if asked == "auto" else asked, config.objective.rows_each
-    return packing_of_model(model, train.batch_size, config.data.max_length, vocab_size, device, tokens, each)
+    train, setting = config.train, config.train.tokens_per_pass
+    tokens, rows_each = None if setting == "auto" else setting, config.objective.rows_each
+    return packing_of_model(model, train.batch_size, config.data.max_length, vocab_size, device, tokens, rows_each)
 
 
 def packing_of_model(
@@ -79,14 +79,14 @@ def packing_of_model(
     if not on_cpu and fits > 1:  # forming gradients twice takes thousands of kernel launches
         most_tokens = min(most_tokens, fits * longest // FULL_ROWS)
     small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
-    least = min(most_tokens, SMALL_TOKENS if small else limits.least)
-    tokens = pass_length(batch, longest, tokens, multiple=multiple, least=least, most=most_tokens)
+    fewest = min(most_tokens, SMALL_TOKENS if small else limits.least)
+    tokens = pass_length(batch, longest, tokens, multiple=multiple, least=fewest, most=most_tokens)
     units = max(1, (tokens - 1) // longest)  # of the maximum length
     held = fits >= FULL_ROWS * units
-    most = min(fits, max(MOST_ROWS * units, tokens // SHORT if on_cpu else 0))
+    most_units = min(fits, max(MOST_ROWS * units, tokens // SHORT if on_cpu else 0))
     return Packing(
         tokens=tokens,
-        most_units=most if held else tokens // 2,
+        most_units=most_units if held else tokens // 2,
         held_numbers=numbers if held else 0,
         targets=pack_of(max(vocab_size, _logits_of(model)), device),
         max_length=max_length,
@@ -134,7 +134,7 @@ def rehearse(engine: StepEngine, config: RunConfig, vocab_size: int, device: tor
     while True:
         tell("Measuring memory", note=str(engine.packing), public=True)
         try:
-            used = -processes.least(-meter.peak_of(lambda: engine.rehearse(_rehearsal(engine.packing, vocab_size))))
+            used = -processes.minimum(-meter.peak_of(lambda: engine.rehearse(_rehearsal(engine.packing, vocab_size))))
         except NotBatchInvariant:  # because of its attention; all ranks agree
             engine.repack(replace(engine.packing, alone=True))
             continue
@@ -206,15 +206,15 @@ def explained(config: RunConfig, packing: Packing) -> Iterator[None]:
 
 def _rehearsal(packing: Packing, vocab_size: int) -> list[Pass]:
     """The passes that need most memory: the longest rows, the shortest units, and a unit that spans passes."""
-    each, longest = packing.rows_each, packing.max_length
-    count = 1 if packing.alone else packing.room // (each * longest)
-    shortest = min(packing.most_units, packing.room // (2 * each))
-    long_units = [_synthetic(longest, vocab_size, each)] * count
-    short_units = [_synthetic(2, vocab_size, each)] * (0 if packing.alone else shortest)
-    whole = lay_out(long_units, packing, 0)
+    rows_each, longest = packing.rows_each, packing.max_length
+    count = 1 if packing.alone else packing.room // (rows_each * longest)
+    shortest = min(packing.most_units, packing.room // (2 * rows_each))
+    long_units = [_synthetic(longest, vocab_size, rows_each)] * count
+    short_units = [_synthetic(2, vocab_size, rows_each)] * (0 if packing.alone else shortest)
+    full = lay_out(long_units, packing, 0)
     short = [lay_out(short_units, packing, 0)] if short_units else []
     unit = lay_out([Unit(tuple(row for unit in long_units for row in unit.sequences))], packing, 0)
-    return [whole, *short, replace(unit, goes_on=True), unit]
+    return [full, *short, replace(unit, goes_on=True), unit]
 
 
 def _synthetic(tokens: int, vocab_size: int, rows: int) -> Unit:
@@ -229,7 +229,7 @@ class _Meter:
     def __init__(self, device: torch.device) -> None:
         torch.cuda.empty_cache()
         self._device, self._held = device, torch.cuda.memory_allocated(device)
-        self.free = processes.least(free_memory(device))
+        self.free = processes.minimum(free_memory(device))
 
     def peak_of(self, call: Callable[[], None]) -> int:
         """Bytes that the call adds at its peak to those held at the start; ENDLESS if memory ran out."""

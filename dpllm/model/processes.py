@@ -140,7 +140,7 @@ def totals(*values: float) -> tuple[float, ...]:
     return tuple(numbers.tolist())
 
 
-def least(value: int) -> int:
+def minimum(value: int) -> int:
     """The smallest of all ranks' values."""
     if not several():
         return value
@@ -177,13 +177,13 @@ def _first_unequal(facts: Mapping[str, Any]) -> str:
     """The first fact that differs between rank 0 and another rank, with both values; empty if none does."""
     if not several():
         return ""
-    each: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(each, dict(facts))
-    for rank, others in enumerate(each):
-        for name in sorted(each[0].keys() | others.keys()):
-            own, other = each[0].get(name, "missing"), others.get(name, "missing")
-            if own != other:
-                return f"{name} is {own} in process 0 and {other} in process {rank}"
+    all_facts: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(all_facts, dict(facts))
+    for rank, theirs in enumerate(all_facts):
+        for name in sorted(all_facts[0].keys() | theirs.keys()):
+            expected, other = all_facts[0].get(name, "missing"), theirs.get(name, "missing")
+            if expected != other:
+                return f"{name} is {expected} in process 0 and {other} in process {rank}"
     return ""
 
 
@@ -197,8 +197,8 @@ def check_same_weights(parameters: Iterable[Tensor], step: int) -> None:
     """Raises Refused unless all ranks hold the same trainable parameters, bit for bit."""
     if not several():
         return
-    here = torch.tensor(fingerprint(parameters), dtype=torch.int64, device=_device())
-    both = torch.stack([here, ~here])  # ~x falls as x rises, and unlike -x it exists for every x
+    number = torch.tensor(fingerprint(parameters), dtype=torch.int64, device=_device())
+    both = torch.stack([number, ~number])  # ~x falls as x rises, and unlike -x it exists for every x
     distributed.all_reduce(both, op=distributed.ReduceOp.MAX)
     if int(both[0]) != ~int(both[1]):
         raise Refused(
@@ -239,23 +239,23 @@ def replicate(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) ->
         return
     for parameter in parameters:
         distributed.broadcast(parameter.data, src=0)
-    kept = optimizer.state_dict()
+    saved = optimizer.state_dict()
 
     # Shapes and values other than tensors are sent pickled, tensors as they are.
     def described(value: Any) -> tuple[Any, torch.Size | None, torch.dtype | None]:
         return (None, value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else (value, None, None)
 
-    whole = {key: {name: described(value) for name, value in entry.items()} for key, entry in kept["state"].items()}
+    shapes = {key: {name: described(value) for name, value in entry.items()} for key, entry in saved["state"].items()}
     state: dict[Any, dict[str, Any]] = {}
-    for key, entry in shared(whole).items():
+    for key, entry in shared(shapes).items():
         state[key] = {}
         for name, (value, shape, dtype) in entry.items():
             if shape is not None:
-                value = kept["state"].get(key, {}).get(name)
+                value = saved["state"].get(key, {}).get(name)
                 value = torch.empty(shape, dtype=dtype, device=_device()) if value is None else value
                 distributed.broadcast(value, src=0)
             state[key][name] = value
-    optimizer.load_state_dict({**kept, "state": state})
+    optimizer.load_state_dict({**saved, "state": state})
 
 
 def _device() -> torch.device:

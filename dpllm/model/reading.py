@@ -67,10 +67,10 @@ class Reader:
         Raises:
             Refused: The model has no cache of keys and values, or accepts no mask or positions.
         """
-        known = inspect.signature(model.forward).parameters
+        accepted = inspect.signature(model.forward).parameters
         self._left = states not in (None, "causal")
         needed = {"attention_mask"} if self._left else {"attention_mask", "position_ids", "past_key_values"}
-        if missing := needed - known.keys():
+        if missing := needed - accepted.keys():
             raise Refused(
                 f"{type(model).__name__} accepts no {', '.join(sorted(missing))}, so padded rows cannot be read together. Use a "
                 "transformer with a cache of keys and values."
@@ -81,14 +81,14 @@ class Reader:
         self._device = next(model.parameters()).device
         # RoBERTa counts positions by the tokens that are not padding.
         self._padding = (getattr(model.config, "pad_token_id", None) or 0) if self._left else 0
-        self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._state: list[tuple[Any, Tensor]] = []
         self.height = max(1, min(rows, MOST_TOKENS // self._width))
         contiguous_head(model)
 
     def read(self, rows: Rows, longer: int = 0) -> NDArray[Any]:
         """Next-token logits of each row, shape (R, V), or mean states, shape (R, D). Rows may be ``longer`` than width."""
-        found, self._state, total = [], [], self._width + longer
+        results, self._state, total = [], [], self._width + longer
         for start in range(0, len(rows), self.height):
             part = [*rows[start : start + self.height]]
             part += [self._filler] * (self.height - len(part))
@@ -98,22 +98,22 @@ class Reader:
                 first = 0 if self._left else total - len(row)
                 ids_HW[place, first : first + len(row)] = torch.tensor(row)
                 mask_HW[place, first : first + len(row)] = 1
-            found.append(self._pass(ids_HW, mask_HW, None))
-        return np.concatenate(found)[: len(rows)]
+            results.append(self._pass(ids_HW, mask_HW, None))
+        return np.concatenate(results)[: len(rows)]
 
     def go_on(self, token: int, rows: int) -> NDArray[np.float32]:
         """Next-token logits of the first ``rows`` rows, shape (R, V), after each is continued by ``token``."""
-        state, self._state, found = self._state, [], []
+        state, self._state, results = self._state, [], []
         for cache, mask_HW in state:
             longer_HW = torch.cat((mask_HW, torch.ones(self.height, 1, dtype=torch.long)), dim=1)
-            found.append(self._pass(torch.full((self.height, 1), token), longer_HW, cache))
-        return np.concatenate(found)[:rows]
+            results.append(self._pass(torch.full((self.height, 1), token), longer_HW, cache))
+        return np.concatenate(results)[:rows]
 
     @torch.inference_mode()
     def _pass(self, ids: Tensor, mask_HW: Tensor, cache: Any) -> NDArray[Any]:
         places = (mask_HW.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        given = {"input_ids": ids, "attention_mask": mask_HW, "position_ids": places}
-        moved = {name: value.to(self._device) for name, value in given.items()}
+        inputs = {"input_ids": ids, "attention_mask": mask_HW, "position_ids": places}
+        moved = {name: value.to(self._device) for name, value in inputs.items()}
         if self._states:
             if self._left:
                 del moved["position_ids"]
@@ -142,26 +142,26 @@ class Reader:
         """Whether a row's bits depend on other rows: short rows are also read with the longest, which may change them."""
         steps, last = min(STEPS, self._further), self.height - 1
         ends = 0 if self._further <= steps else self._further - steps
-        beside = ([0], [last], range(self.height))  # with others, and at every position at once
-        near = [(length, 0, beside) for length in sorted({self._width // 2, min(2, self._width - 1)})]
+        positions = ([0], [last], range(self.height))  # with others, and at every position at once
+        near = [(length, 0, positions) for length in sorted({self._width // 2, min(2, self._width - 1)})]
         # At the end of the last text: the longest row has all its tokens, and the short one only those of the steps.
-        far = [(min(2, self._width - 1), ends, beside[1:])] if ends else []
+        far = [(min(2, self._width - 1), ends, positions[1:])] if ends else []
         return any(self._bits(vocabulary, *case, steps) > 1 for case in (*near, *far))
 
-    def _bits(self, vocabulary: int, length: int, longer: int, beside: Sequence[Sequence[int]], steps: int) -> int:
+    def _bits(self, vocabulary: int, length: int, longer: int, positions: Sequence[Sequence[int]], steps: int) -> int:
         """How many different results a row of this length has among different other rows."""
-        draw, seen, longest = np.random.default_rng(0), set[tuple[bytes, ...]](), self._width - 1 + longer
-        one = draw.integers(0, vocabulary, length).tolist()
-        for places in beside:
+        draw, outcomes, longest = np.random.default_rng(0), set[tuple[bytes, ...]](), self._width - 1 + longer
+        probe = draw.integers(0, vocabulary, length).tolist()
+        for places in positions:
             lengths = draw.integers(1, longest + 1, self.height)
             lengths[0 if places[0] else -1] = longest
             rows = [draw.integers(0, vocabulary, length).tolist() for length in lengths]
             rows[::2] = [row[:1] * len(row) for row in rows[::2]]  # one token repeated
             for place in places:
-                rows[place] = one
+                rows[place] = probe
             logits = [self.read(rows, longer), *(self.go_on(7 + step, self.height) for step in range(steps))]
-            seen |= {tuple(part[place].tobytes() for part in logits) for place in places}
-        return len(seen)
+            outcomes |= {tuple(part[place].tobytes() for part in logits) for place in places}
+        return len(outcomes)
 
 
 class Embedder:
@@ -191,19 +191,19 @@ class Embedder:
         """The vectors of one or more texts, shape (R, D)."""
         ids = self._tokenizer([text.strip() for text in texts], add_special_tokens=False, verbose=False)["input_ids"]
         before, after = self._around
-        found_RD = self._reader.read([[*before, *one[: self._width], *after] for one in ids])
-        return unit_length(found_RD * np.array([[bool(one)] for one in ids]))
+        found_RD = self._reader.read([[*before, *tokens[: self._width], *after] for tokens in ids])
+        return unit_length(found_RD * np.array([[bool(tokens)] for tokens in ids]))
 
 
 def _template(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The tokens that a tokenizer puts before and after each text, seen around a one-letter text."""
-    bare, whole = ([*tokenizer("a", add_special_tokens=more, verbose=False)["input_ids"]] for more in (False, True))
+    bare, wrapped = ([*tokenizer("a", add_special_tokens=add, verbose=False)["input_ids"]] for add in (False, True))
     if not bare:
         raise Refused(
             "the encoder's tokenizer gives no token for the letter a, so its prefix and suffix are unknown. Use another encoder."
         )
-    start = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
-    return whole[:start], whole[start + len(bare) :]
+    start = next(n for n in range(len(wrapped)) if wrapped[n : n + len(bare)] == bare)
+    return wrapped[:start], wrapped[start + len(bare) :]
 
 
 def generation_config(
@@ -239,8 +239,8 @@ def generation_config(
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     """The tokens that end a text: the model's (a chat model may have several) and the tokenizer's."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    own = inner.generation_config.eos_token_id
-    return {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id} - {None}
+    ends = inner.generation_config.eos_token_id
+    return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
 
 
 def until_end(tokens: Tokens, tokenizer: Any) -> Tokens:
@@ -285,9 +285,9 @@ def write_behind(model: nn.Module, config: GenerationConfig, prompts_ids: Sequen
 def _plain(model: Any) -> Iterator[Any]:
     """The model that generates, without its own defaults, which transformers would use for unset values."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    own = inner.generation_config
+    defaults = inner.generation_config
     inner.generation_config = GenerationConfig()
     try:
         yield inner
     finally:
-        inner.generation_config = own
+        inner.generation_config = defaults

@@ -70,10 +70,10 @@ class Referenced(ReadWhenAsked[Unit | None]):
         return sizes_of(self.units, index)
 
     def _read(self, number: int) -> Unit | None:
-        unit, own = self.units[number], self.reference_R[self._first_U[number] : self._first_U[number + 1]]
+        unit, values = self.units[number], self.reference_R[self._first_U[number] : self._first_U[number + 1]]
         if unit is None:
             return None
-        return Unit(tuple(replace(one, reference=float(r)) for one, r in zip(unit.sequences, own, strict=True)))
+        return Unit(tuple(replace(row, reference=float(r)) for row, r in zip(unit.sequences, values, strict=True)))
 
 
 def surprises(reading: Reading, units: Sequence[Unit | None], rank: int = 0, world: int = 1) -> Floats:
@@ -92,12 +92,12 @@ def surprises(reading: Reading, units: Sequence[Unit | None], rank: int = 0, wor
     with in_eval_mode(reading.model), guards.deterministic(reading.device):
         for start in range(0, len(units), AT_ONCE):
             tell("Log-likelihoods of answers", start, len(units))
-            some = range(start, min(start + AT_ONCE, len(units)))
-            for one in passes_of(some, places, reading.packing, reading.pad_id, rank, world):
-                with attention.of(one):
-                    nll_M = losses(one.to(reading.device)).nll_M
-                if one.rows:
-                    found_R[one.reference_R.long()] = row_sums(nll_M.double(), one.rows).cpu()
+            indices = range(start, min(start + AT_ONCE, len(units)))
+            for batch in passes_of(indices, places, reading.packing, reading.pad_id, rank, world):
+                with attention.of(batch):
+                    nll_M = losses(batch.to(reading.device)).nll_M
+                if batch.rows:
+                    found_R[batch.reference_R.long()] = row_sums(nll_M.double(), batch.rows).cpu()
     return np.asarray(processes.totals(*found_R.tolist()))
 
 
@@ -113,7 +113,7 @@ def compared(reading: Reading, pairs: Referenced, loss: PairLoss, rank: int, wor
     """
     nll_R = surprises(reading, pairs, rank, world)
     margin_P = loss.margins(torch.from_numpy(nll_R), torch.from_numpy(pairs.reference_R))
-    tokens = sum(sum(one.loss_mask) for one in answers(pairs.units)[::2])
+    tokens = sum(sum(sequence.loss_mask) for sequence in answers(pairs.units)[::2])
     won = (margin_P > 0).double() + 0.5 * (margin_P == 0).double()
     nats = float(nll_R[::2].sum()) / max(1, tokens)
     return HeldOut(nats, None, tokens, float(won.mean()), float(margin_P.mean()))
@@ -134,7 +134,7 @@ def examples_of(
     reading: Reading,
     units: Sequence[Unit | None],
     held_out: Sequence[TokenSequence],
-    kept: Path | None,
+    saved: Path | None,
 ) -> Examples:
     """The examples; reads the reference's log-likelihoods of all pairs, so call it before a checkpoint is loaded.
 
@@ -145,9 +145,9 @@ def examples_of(
         how = reading.model, held_out, size, reading.device, reading.autocast
         return Examples(units, ("loss", "accuracy"), partial(evaluate.held_out_loss, *how))
     held, state = [Unit(pair) for pair in zip(held_out[::2], held_out[1::2], strict=True)], PartialState()
-    before = _kept(kept, len(Referenced(units).reference_R), held) if kept and state.is_main_process else None
+    before = _kept(saved, len(Referenced(units).reference_R), held) if saved and state.is_main_process else None
     sampled_R, held_out_R = processes.shared(before) or [
-        surprises(reading, some, state.process_index, state.num_processes) for some in (units, held)
+        surprises(reading, part, state.process_index, state.num_processes) for part in (units, held)
     ]
     figures = partial(compared, reading, Referenced(held, held_out_R), loss)
     names, begun = ("loss", "reward_accuracy", "reward_margin"), packed(sampled_R, held_out_R, held)

@@ -120,17 +120,17 @@ def shard(model: Any, blocks: str, device: torch.device) -> None:
     cut = _to_cut(units)
     world = distributed.get_world_size()
     mesh = init_device_mesh(device.type, (world,))
-    whole = {parameter for parameter in model.parameters() if id(parameter) not in cut}
+    unsharded = {parameter for parameter in model.parameters() if id(parameter) not in cut}
     fingerprint = 0
     try:
         for unit in units:
             fingerprint += _place(unit, device)
             # Resharding after every forward pass keeps the ranks in step, whatever a single one does with its state_dict.
-            fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=unsharded)
         fingerprint += _place(model, device)  # what is left
         processes.check_equal({"the fingerprint of the loaded weights": f"{fingerprint:x}"})
         # The root shards nothing itself; it connects the others.
-        fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=unsharded)
         _try(model, device)
     except (RuntimeError, MemoryError) as error:
         if not memory.out_of_memory(error):
@@ -145,8 +145,8 @@ def _ends(model: Any) -> list[nn.Module]:
     """Embedding and head, unless they are tied; without the adapters around them, whose class selects their layer rule."""
     ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
     layers = [[layer for name, layer in end.named_modules() if "lora_" not in name and _frozen(layer)] for end in ends]
-    frozen = [{id(p) for layer in some for p in _frozen(layer)} for some in layers]
-    return [] if len(ends) == 2 and frozen[0] & frozen[1] else [layer for some in layers for layer in some]
+    frozen = [{id(p) for layer in parts for p in _frozen(layer)} for parts in layers]
+    return [] if len(ends) == 2 and frozen[0] & frozen[1] else [layer for parts in layers for layer in parts]
 
 
 def _frozen(layer: nn.Module) -> list[nn.Parameter]:

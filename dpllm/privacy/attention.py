@@ -76,21 +76,21 @@ class RowAttention:
         self._configs = list(configs.values())
 
     @contextlib.contextmanager
-    def of(self, some: Pass) -> Iterator[None]:
+    def of(self, batch: Pass) -> Iterator[None]:
         """Attends within the rows of a pass, forward and backward; an example by itself keeps the model's own attention."""
-        if some.position_ids_1M is None:
+        if batch.position_ids_1M is None:
             yield
             return
         before = [config._attn_implementation_internal for config in self._configs]
         for config in self._configs:
             config._attn_implementation_internal = NAME
-        _layouts.append(Layout(some.rows, some.longest))
+        _layouts.append(Layout(batch.rows, batch.longest))
         try:
             yield
         finally:
             _layouts.pop()
-            for config, own in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = own
+            for config, original in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = original
 
 
 def _configs(module: nn.Module) -> Iterator[PretrainedConfig]:
@@ -123,19 +123,19 @@ def by_rows(
     key_1HMd: Tensor,
     value_1HMd: Tensor,
     attention_mask: Tensor | None = None,
-    **asked: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Attention for transformers' attention interface: returns (1, M, H, d) and no weights.
 
     Raises:
         NotBatchInvariant: The model passes an argument that this attention would ignore.
     """
-    options = Options(**{name: asked.pop(name) for name in Options._fields if asked.get(name) is not None})
-    unknown = sorted(name for name, value in asked.items() if value is not None and name not in HARMLESS)
+    options = Options(**{name: arguments.pop(name) for name in Options._fields if arguments.get(name) is not None})
+    unknown = sorted(name for name, value in arguments.items() if value is not None and name not in HARMLESS)
     if unknown or attention_mask is not None or not _layouts:
-        what = ", ".join(unknown) or "a mask"
+        rejected = ", ".join(unknown) or "a mask"
         raise NotBatchInvariant(
-            f"{type(module).__name__} passes {what} to its attention, which is not supported within one pass, so its rows could "
+            f"{type(module).__name__} passes {rejected} to its attention, which is not supported in a pass, so its rows could "
             "not be kept apart."
         )
     layout, kind = _layouts[-1], query_1HMd.device.type
@@ -148,8 +148,8 @@ def by_rows(
     for start, end, _ in layout.rows:
         query_1HLd, key_1HLd, value_1HLd = (part[:, :, start:end] for part in (query_1HMd, key_1HMd, value_1HMd))
         pieces.append(attend(query_1HLd, key_1HLd, value_1HLd, options))
-    left = query_1HMd.shape[2] - end
-    pieces.append(query_1HMd.new_zeros(1, query_1HMd.shape[1], left, value_1HMd.shape[3]))
+    padding = query_1HMd.shape[2] - end
+    pieces.append(query_1HMd.new_zeros(1, query_1HMd.shape[1], padding, value_1HMd.shape[3]))
     return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
 
 

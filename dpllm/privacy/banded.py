@@ -80,8 +80,8 @@ class LearningRate:
         warm = math.ceil(self.warmup * num_steps)
         if step < warm:
             return self.peak * (step + 1) / (warm + 1)
-        left = (num_steps - step) / max(1, num_steps - warm)
-        shape = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}
+        remaining = (num_steps - step) / max(1, num_steps - warm)
+        shape = {"constant": 1.0, "linear": remaining, "cosine": 0.5 * (1 - math.cos(math.pi * remaining))}
         return self.peak * shape[self.shape]
 
 
@@ -224,11 +224,11 @@ def effect(coefficients: Sequence[float], rate_T: Floats, sigma: float, independ
     import numpy as np
     from scipy.signal import fftconvolve
 
-    steps, more = len(rate_T), sigma / independent
+    steps, ratio = len(rate_T), sigma / independent
     inverse_T = inverse(coefficients, steps)
     left_T = fftconvolve(rate_T, inverse_T[::-1])[steps - 1 :]  # (lr^T C^-1)_j = sum over k of lr_{j+k} d_k
     last = float(np.linalg.norm(left_T) / np.linalg.norm(rate_T))
-    return Effect(more * last, more * step_noise(coefficients, steps))
+    return Effect(ratio * last, ratio * step_noise(coefficients, steps))
 
 
 def step_noise(coefficients: Sequence[float], num_steps: int) -> float:
@@ -252,11 +252,11 @@ def check(bands: int | Literal["auto"], schedule: Schedule, sampling: str) -> No
             f"privacy.bands {bands} splits {size} units into groups smaller than train.batch_size {batch}, so the sampling rate "
             f"within a group would exceed 1. Set privacy.bands to {size // batch} or less, or lower train.batch_size."
         )
-    if bands > (most := min(num_steps, MOST_BANDS)):
-        why = f"{MOST_BANDS}, which would take too long to plan"
-        if most == num_steps:
-            why = f"the run's {num_steps} steps, so some groups would never have a turn"
-        raise Refused(f"privacy.bands {bands} is more than {why}. Set privacy.bands to {most} or less.")
+    if bands > (maximum := min(num_steps, MOST_BANDS)):
+        limit = f"{MOST_BANDS}, which would take too long to plan"
+        if maximum == num_steps:
+            limit = f"the run's {num_steps} steps, so some groups would never have a turn"
+        raise Refused(f"privacy.bands {bands} is more than {limit}. Set privacy.bands to {maximum} or less.")
 
 
 def choose(rate: LearningRate, schedule: Schedule, sigma_of: Callable[[int], float]) -> int:
@@ -264,19 +264,19 @@ def choose(rate: LearningRate, schedule: Schedule, sigma_of: Callable[[int], flo
 
     ``sigma_of``: bands -> the noise multiplier that meets the target, to about 1%; raises ConfigError if none does.
     """
-    num_steps, best, least = schedule.num_steps, 1, 1 - LEAST_GAIN
+    num_steps, best, lowest = schedule.num_steps, 1, 1 - LEAST_GAIN
     # q' = b B / N is at most 1, and every group needs a turn within T steps.
-    rate_T, most = rates(rate, num_steps), min(schedule.dataset_size // schedule.expected_batch_size, num_steps)
+    rate_T, max_bands = rates(rate, num_steps), min(schedule.dataset_size // schedule.expected_batch_size, num_steps)
     try:
         independent = sigma_of(1)
     except ConfigError:  # the recipe's own noise meets the target, but calibration does not reach it
         return 1
     for bands in CANDIDATES:
-        if bands <= most:
+        if bands <= max_bands:
             try:
                 sigma = sigma_of(bands)
             except ConfigError:
                 continue
-            left = effect(strategy(rate, num_steps, bands), rate_T, sigma, independent).last_iterate
-            best, least = (bands, left) if left < least else (best, least)
+            noise = effect(strategy(rate, num_steps, bands), rate_T, sigma, independent).last_iterate
+            best, lowest = (bands, noise) if noise < lowest else (best, lowest)
     return best

@@ -134,9 +134,9 @@ class Ballot:
         if 0 < self.top_k < len(finite_K):
             finite_K = np.sort(finite_K[np.argsort(-public_V[finite_K], kind="stable")[: self.top_k]])
         weight_K = np.exp((public_V[finite_K] - public_V[finite_K].max()) / self.temperature)
-        cumulated_K, most = np.cumsum(weight_K), int(sum_V[finite_K].max())
+        cumulated_K, largest = np.cumsum(weight_K), int(sum_V[finite_K].max())
         while True:
             uniform = below(2**53) / 2**53 * cumulated_K[-1]
             token = int(finite_K[min(int(np.searchsorted(cumulated_K, uniform, side="right")), len(finite_K) - 1)])
-            if bernoulli_exp((most - int(sum_V[token])) * self._per_vote, below):
+            if bernoulli_exp((largest - int(sum_V[token])) * self._per_vote, below):
                 return token

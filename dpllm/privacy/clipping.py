@@ -125,13 +125,13 @@ class PerUnitClipper:
         return tuple(self._long.tolist()) if self._long is not None else (0,) * self._layers
 
     def add(
-        self, losses: Losses, some: Pass, sum_P: Tensor, max_grad_norm: float, spacing: float, loss_scale: float = 1.0
+        self, losses: Losses, batch: Pass, sum_P: Tensor, max_grad_norm: float, spacing: float, loss_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Runs a forward and backward pass, and adds the clipped gradients to ``sum_P``.
 
         Args:
             losses: From a pass to loss_R.
-            some: The pass.
+            batch: The pass.
             sum_P: The running sum in units of ``spacing``, float64, in the order of ``parameters``.
             max_grad_norm: C.
             spacing: Spacing of the lattice to which each unit's clipped gradient is rounded, a power of two.
@@ -144,22 +144,22 @@ class PerUnitClipper:
             Refused: A trainable parameter received no per-unit gradient in this backward pass, a rule does not fit its layer, or
                 a pass that should continue a unit holds others.
         """
-        if self._unfinished_P is not None and some.num_units != 1:
+        if self._unfinished_P is not None and batch.num_units != 1:
             raise Refused(
                 "an unfinished unit was followed by a pass of other units, so it could not be clipped as a whole. Run the "
                 "passes in the order of passes_of."
             )
         unfinished_P, self._unfinished_P = self._unfinished_P, None
-        loss_R = self._backward(losses, some, loss_scale)
+        loss_R = self._backward(losses, batch, loss_scale)
         gradients, gradient_P = self._gradients, None
-        if unfinished_P is not None or some.goes_on:
+        if unfinished_P is not None or batch.goes_on:
             gradient_P = gradients.whole(0)
             if unfinished_P is not None:
                 gradient_P += unfinished_P  # in float32, before the norm is taken
-        if some.goes_on or not some.num_units:
+        if batch.goes_on or not batch.num_units:
             gradients.close()
             self._unfinished_P = gradient_P
-            return loss_R.detach()[: len(some.rows)], loss_R.new_zeros(0, dtype=torch.float64)
+            return loss_R.detach()[: len(batch.rows)], loss_R.new_zeros(0, dtype=torch.float64)
         square_LU = gradients.unit_norms() if gradient_P is None else self._square_of(gradient_P)
         norm_U = gradients.added_up(square_LU).sqrt() / loss_scale
         self._count_long(square_LU, max_grad_norm * loss_scale)
@@ -173,16 +173,16 @@ class PerUnitClipper:
         gradients.close()
         return loss_R.detach(), norm_U
 
-    def _backward(self, losses: Losses, some: Pass, loss_scale: float) -> Tensor:
+    def _backward(self, losses: Losses, batch: Pass, loss_scale: float) -> Tensor:
         """Returns loss_R, and collects the layers' contributions in ``_gradients``."""
-        rows, tokens = some.input_ids_1M.shape
-        self._tokens, self._units = (tokens, some.units) if some.position_ids_1M is not None else (None, [WHOLE])
-        self._gradients.open(self._units[: some.num_units])
-        with without_weight_gradients(self._parameters.values()), self._taps.open(rows), self._attention.of(some):
-            loss_R = losses(some)
+        rows, tokens = batch.input_ids_1M.shape
+        self._tokens, self._units = (tokens, batch.units) if batch.position_ids_1M is not None else (None, [WHOLE])
+        self._gradients.open(self._units[: batch.num_units])
+        with without_weight_gradients(self._parameters.values()), self._taps.open(rows), self._attention.of(batch):
+            loss_R = losses(batch)
             if loss_R.requires_grad:
                 (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
-        if some.num_units:
+        if batch.num_units:
             self._check_complete()
         return loss_R
 

@@ -157,9 +157,9 @@ class StepEngine:
             self._clipper.close()
             self._clipper = self._make_clipper()
 
-    def losses(self, some: Pass) -> Tensor:
+    def losses(self, batch: Pass) -> Tensor:
         """The loss of each example of a pass, through the model as it trains."""
-        return self.example_loss(self._token_losses(some).nll_M, some)
+        return self.example_loss(self._token_losses(batch).nll_M, batch)
 
     def clipped_sum(self, batches: Sequence[Pass], canaries: Sequence[int] = ()) -> tuple[Tensor, Diagnostics]:
         """This rank's flat clipped sum over its part of a logical batch and the drawn gradient canaries, before noise; private.
@@ -193,7 +193,7 @@ class StepEngine:
         if self.canaries is not None:
             self.canaries.add_to(flat_P, canaries, self.max_grad_norm, spacing)
         flat_P *= spacing  # integers until here
-        loss_U, norm_U = (torch.cat([flat_P.new_zeros(0), *some]).double() for some in (losses, norms))
+        loss_U, norm_U = (torch.cat([flat_P.new_zeros(0), *parts]).double() for parts in (losses, norms))
         return flat_P, Diagnostics(
             loss_sum=float(loss_U.sum()),
             units=units,
@@ -202,16 +202,16 @@ class StepEngine:
             clipped_by_layer=clipper.clipped_by_layer() if clipper else (),
         )
 
-    def _plain_sum(self, some: Pass, sum_P: Tensor) -> tuple[Tensor, Tensor]:
+    def _plain_sum(self, batch: Pass, sum_P: Tensor) -> tuple[Tensor, Tensor]:
         """Adds gradients without clipping, only for runs without differential privacy; returns nan for the norms."""
-        with self._attention.of(some):
-            loss_R = self.losses(some)
+        with self._attention.of(batch):
+            loss_R = self.losses(batch)
             (loss_R.sum() * self._scale).backward()  # type: ignore[no-untyped-call]
         for parameter, part_P in self._parts(sum_P):
             if parameter.grad is not None:
                 part_P.add_(parameter.grad.flatten(), alpha=1 / self._scale)
             parameter.grad = None
-        return loss_R.detach(), loss_R.new_full((some.num_units - some.goes_on,), float("nan"))
+        return loss_R.detach(), loss_R.new_full((batch.num_units - batch.goes_on,), float("nan"))
 
     def rehearse(self, batches: Sequence[Pass]) -> None:
         """Uses as much memory as a step over these synthetic batches, and changes nothing.
@@ -337,7 +337,7 @@ class StepEngine:
                 subject = Subject(
                     model=self._model,
                     parameters=self.parameters,
-                    losses=lambda some: self.losses(some) * self._scale,
+                    losses=lambda batch: self.losses(batch) * self._scale,
                     make_clipper=lambda: self._clipper_of("flat"),
                     device=self._device,
                     vocab_size=vocab_size,

@@ -307,23 +307,23 @@ def mechanism_of(event: Event) -> Gaussian | None:
     return event if isinstance(event, Gaussian) else None
 
 
-def number(name: str, value: Any, above: float, most: float = sys.float_info.max, *, including: bool = False) -> float:
-    """A finite number above `above` (or equal to it, if `including`) and at most `most`; ConfigError for any other."""
+def number(name: str, value: Any, above: float, top: float = sys.float_info.max, *, including: bool = False) -> float:
+    """A finite number above `above` (or equal to it, if `including`) and at most `top`; ConfigError for any other."""
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not (above < value <= most or (including and value == above)):
-        limit = " and below 1" if most == BELOW_ONE else "" if most == sys.float_info.max else f" and at most {most:g}"
-        least = "of at least" if including else "above"
+    if not good or not (above < value <= top or (including and value == above)):
+        limit = " and below 1" if top == BELOW_ONE else "" if top == sys.float_info.max else f" and at most {top:g}"
+        bound = "of at least" if including else "above"
         raise ConfigError(
-            f"{name} is {value!r}, which gives no guarantee. Set a finite number {least} {above:g}{limit}."
+            f"{name} is {value!r}, which gives no guarantee. Set a finite number {bound} {above:g}{limit}."
         )
     return float(value)
 
 
-def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """An integer from `least` to `most`; ConfigError for any other value."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        limit = "" if most is None else f" and <= {most}"
-        raise ConfigError(f"{name} is {value!r}. Set an integer >= {least}{limit}.")
+def integer(name: str, value: Any, minimum: int, top: int | None = None) -> int:
+    """An integer from `minimum` to `top`; ConfigError for any other value."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum or (top is not None and value > top):
+        limit = "" if top is None else f" and <= {top}"
+        raise ConfigError(f"{name} is {value!r}. Set an integer >= {minimum}{limit}.")
     return value
 
 

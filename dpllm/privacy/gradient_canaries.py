@@ -65,9 +65,9 @@ class GradientCanaries:
         longest = BEFORE_CLIPPING * max(max_grad_norm, AUTOMATIC_GAMMA)  # automatic clipping then gives about C
         before = torch.full((1, 1), longest, dtype=torch.float64)
         length = float(before * self._clip(before, max_grad_norm))
-        each = math.floor(length / math.sqrt(self._each) / spacing)
+        magnitude = math.floor(length / math.sqrt(self._each) / spacing)
         chosen = torch.tensor(planted, device=sum_P.device)
-        self._grid(sum_P)[:, chosen] += each * self._sign_KM[:, chosen].double()
+        self._grid(sum_P)[:, chosen] += magnitude * self._sign_KM[:, chosen].double()
 
     def project(self, released_P: Tensor) -> Tensor:
         """proj_M: the projection on each canary's vector, float64 on the CPU; noise of standard deviation s stays N(0, s^2)."""

@@ -174,7 +174,7 @@ class PassGradients:
             if len(held_LU) == len(square_LU):
                 return held_LU
             square_LU[[row for row, (_, place) in rows if place.held is not None]] = held_LU
-            rows = [(row, each) for row, each in rows if each[1].held is None]
+            rows = [(row, item) for row, item in rows if item[1].held is None]
         for row, (name, place) in rows:
             for number in range(len(self._units)):
                 norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for _, g in self._formed(name, place, number)]

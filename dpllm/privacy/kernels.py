@@ -100,8 +100,8 @@ def products(left_Ni: Tensor, right_Nj: Tensor, bounds_2U: Tensor, into_Uij: Ten
     """
     units, each, (wide, high) = bounds_2U.shape[1], len(left_Ni) // tokens, into_Uij.shape[1:]
     low = left_Ni.dtype == right_Nj.dtype and left_Ni.dtype.itemsize == 2
-    most = MOST if low else MOST_WIDE
-    tile = [min(most, max(LEAST, triton.next_power_of_2(side))) for side in (wide, high)]
+    largest = MOST if low else MOST_WIDE
+    tile = [min(largest, max(LEAST, triton.next_power_of_2(side))) for side in (wide, high)]
     grid = units, triton.cdiv(wide, tile[0]), triton.cdiv(high, tile[1])
     rows = left_Ni.stride(0), right_Nj.stride(0), into_Uij.stride(0)
     with _device_of(left_Ni):
@@ -146,10 +146,10 @@ def add_rounded(held_UP: Tensor, factor_U: Tensor, sum_P: Tensor) -> None:
 
     Numbers with factor 0 are not read.
     """
-    grid, rest = (triton.cdiv(len(sum_P), AT_ONCE),), (AT_ONCE, WHOLE)
+    grid, constants = (triton.cdiv(len(sum_P), AT_ONCE),), (AT_ONCE, WHOLE)
     with _device_of(held_UP):
         _added[grid](
-            held_UP, factor_U, sum_P, held_UP.stride(0), len(factor_U), len(sum_P), *rest, enable_fp_fusion=False
+            held_UP, factor_U, sum_P, held_UP.stride(0), len(factor_U), len(sum_P), *constants, enable_fp_fusion=False
         )
 
 

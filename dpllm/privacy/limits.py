@@ -144,9 +144,9 @@ def _far(epsilon_at: Callable[[float], float]) -> float:
     low, high = math.log(SMALLEST_DELTA), math.log1p(-1e-9)
     for _ in range(0 if math.isfinite(far) else 40):
         middle = (low + high) / 2
-        here = epsilon_at(math.exp(middle))
-        if math.isfinite(here):
-            high, far = middle, here
+        epsilon = epsilon_at(math.exp(middle))
+        if math.isfinite(epsilon):
+            high, far = middle, epsilon
         else:
             low = middle
     return max(far, 1e-3) if math.isfinite(far) else 1e-3

@@ -67,10 +67,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def likelihood(nll_M: Tensor, some: Pass) -> Tensor:
+def likelihood(nll_M: Tensor, batch: Pass) -> Tensor:
     """loss_R of a pass: each row's loss divided by the target tokens of its whole example; one zero without rows."""
-    nll_R = row_sums(nll_M, some.rows)
-    return nll_R / some.denominator_R if some.rows else nll_R
+    nll_R = row_sums(nll_M, batch.rows)
+    return nll_R / batch.denominator_R if batch.rows else nll_R
 
 
 def token_losses(logits_RTV: Tensor, targets: Targets) -> Tensor:
@@ -152,8 +152,8 @@ class _FromLogits(torch.autograd.Function):
 
 def _at_once(targets: Targets, logits_MV: Tensor) -> int:
     """Rows of logits that fit the cache: equal parts of a pack."""
-    blocks, rest = divmod(targets.pack, _block(logits_MV.shape[1], logits_MV.device))
-    if rest:
+    blocks, remainder = divmod(targets.pack, _block(logits_MV.shape[1], logits_MV.device))
+    if remainder:
         return targets.pack
     return targets.pack // max(parts for parts in range(1, WITHOUT_PRODUCTS + 1) if blocks % parts == 0)
 
@@ -180,12 +180,12 @@ class TokenLosses:
         # changes its logits (soft-capping, a scale).
         self.head = self._understood(device)
 
-    def __call__(self, some: Pass, *, hits: bool = False) -> Tokens:
+    def __call__(self, batch: Pass, *, hits: bool = False) -> Tokens:
         """The losses of one pass and, with ``hits``, where the target has the highest logit."""
-        head, targets = self.head, some.targets
+        head, targets = self.head, batch.targets
         if head is None or _watched(head):
             with self._autocast():
-                logits_RTV = self._run(some.input_ids_1M, some.position_ids_1M)
+                logits_RTV = self._run(batch.input_ids_1M, batch.position_ids_1M)
             nll_M = token_losses(logits_RTV, targets)
             return Tokens(nll_M, _hits(logits_RTV, targets) if hits else None)
         handed: list[tuple[Tensor, Tensor | None]] = []
@@ -197,7 +197,7 @@ class TokenLosses:
             return handed[-1][0]
 
         with self._autocast(), _forward(head, hand_on):
-            nll_RT1 = self._run(some.input_ids_1M, some.position_ids_1M)
+            nll_RT1 = self._run(batch.input_ids_1M, batch.position_ids_1M)
         if len(handed) != 1 or nll_RT1 is not handed[0][0]:
             raise Refused(
                 "the model no longer returns its output head's result unchanged, as it did when the engine was made, so its "
@@ -215,12 +215,12 @@ class TokenLosses:
         head = _plain_head(self._model)
         if head is None:
             return None
-        seen: list[tuple[Tensor, int, bool]] = []
+        calls: list[tuple[Tensor, int, bool]] = []
 
         def ordinary(hidden_RTd: Tensor) -> Tensor:
             logits_RTV = nn.Linear.forward(head, hidden_RTd)
             targets = _all_targets(ids_RT)
-            seen.append((logits_RTV, logits_RTV._version, _agree(head, hidden_RTd, targets)))
+            calls.append((logits_RTV, logits_RTV._version, _agree(head, hidden_RTd, targets)))
             return logits_RTV
 
         with torch.inference_mode(False), in_eval_mode(self._model), self._autocast():
@@ -228,8 +228,8 @@ class TokenLosses:
             with _forward(head, ordinary):
                 returned = self._run(ids_RT)
         # The same tensor without in-place changes: the model did nothing to the logits.
-        untouched = len(seen) == 1 and returned is seen[0][0] and returned._version == seen[0][1]
-        return head if untouched and seen[0][2] else None
+        untouched = len(calls) == 1 and returned is calls[0][0] and returned._version == calls[0][1]
+        return head if untouched and calls[0][2] else None
 
 
 def fused_losses(head: nn.Linear, hidden_RTd: Tensor, targets: Targets, *, hits: bool = False) -> Tokens:
@@ -352,7 +352,7 @@ def _agree(head: nn.Linear, hidden_RTd: Tensor, targets: Targets) -> bool:
         (gradient_RTd,) = torch.autograd.grad(found_M.sum(), leaf_RTd)
     tolerance = LOW_PRECISION_TOLERANCE if logits_RTV.dtype.itemsize < 4 else TOLERANCE
     pairs = (found_M[targets.position_N], nll_N), (gradient_RTd, expected_RTd)
-    return all(bool((own - other).norm() <= tolerance * other.norm()) for own, other in pairs)
+    return all(bool((value - reference).norm() <= tolerance * reference.norm()) for value, reference in pairs)
 
 
 def _hits(logits_RTV: Tensor, targets: Targets) -> Tensor:

@@ -104,8 +104,8 @@ class SecretStream:
         """log(u) for u = 1/2 + word 2^-64 near 0 or 1, with 64 more bits after those of the word."""
         low = words < 0
         distance = np.where(low, words + 2**62 + 2**62, 2**62 - 1 - words + 2**62)  # from that end, in 2^-64
-        more = self.words(len(words)).view(np.uint64) * 2.0**-64 + 2.0**-65
-        v = (distance + more) * 2.0**-64
+        extra = self.words(len(words)).view(np.uint64) * 2.0**-64 + 2.0**-65
+        v = (distance + extra) * 2.0**-64
         return np.asarray(np.where(low, np.log(v), np.log1p(-v)))
 
 

@@ -54,7 +54,7 @@ class Targets:
         """From flat token ids and the positions that predict a target."""
         filled = [*positions, *[shape[0] * shape[1] - 1] * (-len(positions) % pack)]
         following = [ids[position + 1] for position in positions] + [0] * (len(filled) - len(positions))
-        position_N, target_N = (torch.tensor(each, dtype=torch.long) for each in (filled, following))
+        position_N, target_N = (torch.tensor(values, dtype=torch.long) for values in (filled, following))
         return cls(shape, len(positions), position_N, target_N, pack)
 
 
@@ -142,16 +142,16 @@ def passes_of(
     shares: list[list[list[int]]] = [[] for _ in range(world)]
     counts = [0] * world
     for group, count in _grouped([(index, sizes_of(units, index)) for index in drawn], packing):
-        least = counts.index(min(counts))
-        shares[least].append(group)
-        counts[least] += count
+        emptiest = counts.index(min(counts))
+        shares[emptiest].append(group)
+        counts[emptiest] += count
     passes: list[Pass] = []
     for group in shares[rank]:
         members = [unit for index in group if (unit := units[index]) is not None]
         pieces = list(_pieces(members[0].sequences, packing)) if len(members) == 1 else []
         if len(pieces) > 1:
-            some = [lay_out([Unit(piece)], packing, pad_id) for piece in pieces]
-            passes += [replace(piece, goes_on=True) for piece in some[:-1]] + some[-1:]
+            parts = [lay_out([Unit(piece)], packing, pad_id) for piece in pieces]
+            passes += [replace(piece, goes_on=True) for piece in parts[:-1]] + parts[-1:]
         else:
             passes.append(lay_out(members, packing, pad_id))
     return passes + [lay_out([], packing, pad_id)] * (max(counts) - len(passes))
@@ -174,19 +174,19 @@ def _grouped(sized: Sequence[tuple[int, list[int]]], packing: Packing) -> Iterat
     for tokens, index in sorted(held, key=lambda size: (-size[0], size[1])):
         place = bisect.bisect_left(free, tokens)
         if place == len(free):
-            group, left = [index], packing.room - tokens
+            group, remaining = [index], packing.room - tokens
             groups.append(group)
         else:
-            left = free[place] - tokens
+            remaining = free[place] - tokens
             group = room[free[place]].pop()
             if not room[free[place]]:
                 del room[free.pop(place)]
             group.append(index)
-        if left and len(group) < packing.most_units:
-            if left not in room:
-                bisect.insort(free, left)
-                room[left] = []
-            room[left].append(group)
+        if remaining and len(group) < packing.most_units:
+            if remaining not in room:
+                bisect.insort(free, remaining)
+                room[remaining] = []
+            room[remaining].append(group)
     yield from ((group, 1) for group in groups)
 
 
@@ -197,9 +197,9 @@ def _pieces(sequences: Sequence[TokenSequence], packing: Packing) -> Iterator[tu
 
 def _cut(sizes: Sequence[int], packing: Packing) -> Iterator[tuple[int, int]]:
     """Splits one unit between its rows, from the first on, and never within an example of ``rows_each`` rows."""
-    each, start, held = packing.rows_each, 0, 0
-    for first in range(0, len(sizes), each):
-        tokens = sum(sizes[first : first + each])
+    rows_each, start, held = packing.rows_each, 0, 0
+    for first in range(0, len(sizes), rows_each):
+        tokens = sum(sizes[first : first + rows_each])
         if first > start and (packing.alone or held + tokens > packing.room):
             yield start, first
             start, held = first, 0

@@ -94,9 +94,9 @@ def _parts_of(event: Event) -> Parts:
                 if any(option != Parts() for option in options):
                     selected[(options, float(part.mean), part.distribution)] += times
             case Imported() | events.PureDP():
-                known = float(part.epsilon), float(part.delta if isinstance(part, Imported) else 0.0)
-                if any(known):
-                    bounds[known] += times
+                cost = float(part.epsilon), float(part.delta if isinstance(part, Imported) else 0.0)
+                if any(cost):
+                    bounds[cost] += times
             case events.BoundedRange():
                 draws[float(part.range)] += times * part.count
 
@@ -114,9 +114,9 @@ def imported_delta(event: Event) -> float:
     return sum(part.delta * part.times for part in parts_of(event).bounds)
 
 
-def added(*some: Event) -> float:
+def added(*releases: Event) -> float:
     """The joint epsilon of releases with known epsilon and delta 0, even adaptive ones: the sum."""
-    return math.fsum(part.epsilon * part.times for event in some for part in parts_of(event).bounds)
+    return math.fsum(part.epsilon * part.times for event in releases for part in parts_of(event).bounds)
 
 
 def accountants(event: Event) -> frozenset[str]:
@@ -125,13 +125,13 @@ def accountants(event: Event) -> frozenset[str]:
 
 
 def _accountants(parts: Parts) -> frozenset[str]:
-    known = [_accountants(option) for best in parts.selected for option in best.options]
+    within = [_accountants(option) for best in parts.selected for option in best.options]
     # Selection needs a Renyi curve, which an imported delta does not have.
     unknown = any(part.delta for best in parts.selected for option in best.options for part in option.bounds)
     if unknown or any(part.group_size > 1 for part in parts.sampled):
         return frozenset({"pld"})
     alone = frozenset({"pld", "rdp"} if parts.bounds or parts.draws or parts.selected else {"pld", "rdp", "prv"})
-    return alone.intersection(*known)
+    return alone.intersection(*within)
 
 
 def require(event: Event, accountant: str) -> None:

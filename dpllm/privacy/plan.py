@@ -311,14 +311,14 @@ def _name_of(run: Mechanism) -> str:
 
 
 def resolved_delta(
-    wanted: float | str, largest_delta: float, size: int, name: str = "privacy.delta", canary_slots: int = 0
+    requested: float | str, largest_delta: float, size: int, name: str = "privacy.delta", canary_slots: int = 0
 ) -> float:
     """The stated delta, below 1/N as the dataset budget's must be; errors call it ``name`` and mention canary slots."""
     if largest_delta < 1.0:
         fewer = "plan fewer canaries (audit.canaries.groups)" if canary_slots else "bring more data"
         fix = f"Its owner can correct it with dpllm ledger init as long as nothing is spent; or {fewer}."
         check_delta(largest_delta, size, "the delta of the dataset's budget,", fix, canary_slots)
-    delta = min(auto_delta(size), largest_delta) if wanted == "auto" else events.number(name, wanted, 0.0, 1.0)
+    delta = min(auto_delta(size), largest_delta) if requested == "auto" else events.number(name, requested, 0.0, 1.0)
     check_delta(delta, size, name, canary_slots=canary_slots)
     return delta
 

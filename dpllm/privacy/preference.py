@@ -61,13 +61,13 @@ class PairLoss:
         gain_P2 = (reference_R.double() - nll_R.double()).view(-1, 2)
         return self.beta * (gain_P2[:, 0] - gain_P2[:, 1])
 
-    def __call__(self, nll_M: Tensor, some: Pass) -> Tensor:
+    def __call__(self, nll_M: Tensor, batch: Pass) -> Tensor:
         """loss_P of the pairs of a pass, in float64; one zero without pairs.
 
         Raises:
             Refused: The rows are not pairs of one unit each.
         """
-        owners = [row.unit for row in some.rows]
+        owners = [row.unit for row in batch.rows]
         if owners[::2] != owners[1::2]:
             raise Refused(
                 "the rows of a pass are not whole preference pairs, so one pair would be clipped as two, or with rows of "
@@ -75,11 +75,11 @@ class PairLoss:
             )
         if not owners:
             return row_sums(nll_M, ())
-        margin_P = self.margins(row_sums(nll_M.double(), some.rows), some.reference_R)
-        own, swapped = self.weights
-        loss_P = own * self._loss(margin_P)
-        if swapped:
-            loss_P = loss_P + swapped * self._loss(-margin_P)
+        margin_P = self.margins(row_sums(nll_M.double(), batch.rows), batch.reference_R)
+        weight, flipped_weight = self.weights
+        loss_P = weight * self._loss(margin_P)
+        if flipped_weight:
+            loss_P = loss_P + flipped_weight * self._loss(-margin_P)
         return loss_P
 
     def _loss(self, margin_P: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def privacy_loss(parts: Parts, relation: Relation, interval: float) -> PrivacyLo
         ConfigError: there are too many steps or draws.
         OverflowError: with hardly any noise, the loss does not fit a float or is unbounded.
     """
-    if max((part.times for some in (parts.sampled, parts.draws) for part in some), default=0) > MAX_STEPS:
+    if max((part.times for kind in (parts.sampled, parts.draws) for part in kind), default=0) > MAX_STEPS:
         raise ConfigError(f"over {MAX_STEPS} steps or draws take too long to compose. Take fewer.")
     from dp_accounting.pld import common
     from dp_accounting.pld import privacy_loss_distribution as pld
@@ -53,26 +53,26 @@ def privacy_loss(parts: Parts, relation: Relation, interval: float) -> PrivacyLo
     # delta), inverts the loss of a mixture point by point, which takes 5 to 20 s, and recomputes one step for every number of
     # steps.
     interval = _interval(parts, interval)
-    whole = pld.identity(interval)
+    total = pld.identity(interval)
     for part in parts.sampled:
         if part.probability == 1.0:
             # Sums over all of the data are exactly one Gaussian with less noise: nothing needs to be composed.
             sigma = part.noise_multiplier / math.sqrt(part.times)
-            whole = whole.compose(_step(part._replace(noise_multiplier=sigma, times=1), relation, interval))
+            total = total.compose(_step(part._replace(noise_multiplier=sigma, times=1), relation, interval))
         else:
-            whole = whole.compose(_step(part._replace(times=1), relation, interval).self_compose(part.times))
+            total = total.compose(_step(part._replace(times=1), relation, interval).self_compose(part.times))
     for release in parts.bounds:
-        known = common.DifferentialPrivacyParameters(release.epsilon, release.delta)
-        whole = whole.compose(pld.from_privacy_parameters(known, interval).self_compose(release.times))
+        parameters = common.DifferentialPrivacyParameters(release.epsilon, release.delta)
+        total = total.compose(pld.from_privacy_parameters(parameters, interval).self_compose(release.times))
     for draws in parts.draws:  # each chunk has a dominating pair, so chunks compose
-        chunks, rest = divmod(draws.times, CHUNK_OF_DRAWS)
+        chunks, remainder = divmod(draws.times, CHUNK_OF_DRAWS)
         if chunks:
-            whole = whole.compose(_of_draws(draws._replace(times=CHUNK_OF_DRAWS), interval).self_compose(chunks))
-        if rest:
-            whole = whole.compose(_of_draws(draws._replace(times=rest), interval))
+            total = total.compose(_of_draws(draws._replace(times=CHUNK_OF_DRAWS), interval).self_compose(chunks))
+        if remainder:
+            total = total.compose(_of_draws(draws._replace(times=remainder), interval))
     for best in parts.selected:
-        whole = whole.compose(_selected(best, relation, interval).self_compose(best.times))
-    return whole
+        total = total.compose(_selected(best, relation, interval).self_compose(best.times))
+    return total
 
 
 def epsilon_at(delta: float, loss: PrivacyLossDistribution, parts: Parts) -> float:
@@ -147,10 +147,10 @@ def _selected(best: Selections, relation: Relation, interval: float) -> PrivacyL
         return deltas
 
     largest = max(map(_largest, losses))
-    more = selection.cost(delta_of, min(largest, MOST_RATIO), best.mean, best.distribution)
-    most = math.ceil((largest + more) / interval)
-    epsilons = interval * np.arange(-most, most + 1, dtype=np.float64)
-    deltas = selection.profile(delta_of(epsilons - more), epsilons, best.mean)
+    added_cost = selection.cost(delta_of, min(largest, MOST_RATIO), best.mean, best.distribution)
+    half = math.ceil((largest + added_cost) / interval)
+    epsilons = interval * np.arange(-half, half + 1, dtype=np.float64)
+    deltas = selection.profile(delta_of(epsilons - added_cost), epsilons, best.mean)
     if deltas[-1] >= 1:
         raise OverflowError("the best of so many runs has no bounded privacy loss")
     return _dominating(interval, deltas)
@@ -167,8 +167,8 @@ def _dominating(interval: float, deltas: NDArray[np.float64]) -> PrivacyLossDist
     from dp_accounting.pld import pld_pmf
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-    most = len(deltas) // 2
-    return PrivacyLossDistribution(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -most, most, deltas))
+    half = len(deltas) // 2
+    return PrivacyLossDistribution(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -half, half, deltas))
 
 
 def _of_draws(draws: Draws, interval: float) -> PrivacyLossDistribution:
@@ -176,8 +176,8 @@ def _of_draws(draws: Draws, interval: float) -> PrivacyLossDistribution:
     import numpy as np
 
     h, delta_K = bounded_range.profile(*draws)
-    most = math.ceil(h * (len(delta_K) - 1) / interval)
-    deltas = bounded_range.delta_at(*draws, np.arange(-most, most + 1, dtype=np.float64) * interval)
+    half = math.ceil(h * (len(delta_K) - 1) / interval)
+    deltas = bounded_range.delta_at(*draws, np.arange(-half, half + 1, dtype=np.float64) * interval)
     return _dominating(interval, deltas)
 
 
@@ -197,8 +197,8 @@ def _interval(parts: Parts, interval: float) -> float:
         alone = Parts(tuple(part._replace(group_size=1) for part in parts.sampled))
         wider = 1e-6 * size * rdp_epsilon(alone, 1e-5)
         interval = max(interval, wider) if weak or wider > 5e-4 else interval
-    for some in (parts.bounds, parts.draws):
-        interval = max(interval, 1e-6 * sum(part[0] * part.times for part in some))
+    for kind in (parts.bounds, parts.draws):
+        interval = max(interval, 1e-6 * sum(part[0] * part.times for part in kind))
     for best in parts.selected:
         interval = max(_interval(option, interval) for option in best.options)
     for part in parts.sampled:

@@ -35,7 +35,7 @@ ADVICE = (
     "with another layout), so clipping would not bound it. Do not train this layer: change adapter.target_modules or "
     "adapter.last_blocks."
 )
-Again = Callable[[bool], tuple[Tensor, Tensor]]
+Rerun = Callable[[bool], tuple[Tensor, Tensor]]
 """Whether to perturb rounding -> the clipped sum_P, norm_U."""
 
 
@@ -85,7 +85,7 @@ def gradients_of(loss_R: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict
     return gradients
 
 
-def brute_force(subject: Subject, attention: RowAttention, units: Sequence[Unit]) -> tuple[float, Again, Tensor]:
+def brute_force(subject: Subject, attention: RowAttention, units: Sequence[Unit]) -> tuple[float, Rerun, Tensor]:
     """A C between the norms (so that some units are clipped), a function for the clipped sum and norm_U, and loss_U.
 
     The function takes whether to perturb rounding. Only one unit's gradient is held at a time, since each may take gigabytes.
@@ -94,8 +94,8 @@ def brute_force(subject: Subject, attention: RowAttention, units: Sequence[Unit]
 
     def gradient(unit: Unit, scale: float = 1.0) -> tuple[Tensor, float]:
         loss_R = subject.losses(subject.by_itself(unit, width))
-        known = gradients_of(loss_R * scale, subject.parameters)
-        parts = [known[name] if name in known else torch.zeros_like(p) for name, p in subject.parameters.items()]
+        by_name = gradients_of(loss_R * scale, subject.parameters)
+        parts = [by_name[name] if name in by_name else torch.zeros_like(p) for name, p in subject.parameters.items()]
         return torch.cat([part.flatten() for part in parts]).double() / scale, float(loss_R.detach().double().sum())
 
     norms, losses = [], []
@@ -111,25 +111,25 @@ def brute_force(subject: Subject, attention: RowAttention, units: Sequence[Unit]
         )
     bound = sorted(norms)[(len(norms) - 1) // 2] * 1.01
 
-    def again(otherwise: bool) -> tuple[Tensor, Tensor]:
+    def rerun(otherwise: bool) -> tuple[Tensor, Tensor]:
         scale, moved = (SCALE, _moved(subject.model)) if otherwise else (1.0, contextlib.nullcontext())
-        sum_P, others = torch.zeros((), dtype=torch.float64, device=subject.device), []
+        sum_P, norms_now = torch.zeros((), dtype=torch.float64, device=subject.device), []
         with moved:
             for unit, norm in zip(units, norms, strict=True):
                 gradient_P, _ = gradient(unit, scale)
-                others.append(gradient_P.norm())
+                norms_now.append(gradient_P.norm())
                 sum_P = sum_P + gradient_P * min(1.0, bound / norm)
-        return sum_P, torch.stack(others)
+        return sum_P, torch.stack(norms_now)
 
-    return bound, again, torch.tensor(losses, dtype=torch.float64, device=subject.device)
+    return bound, rerun, torch.tensor(losses, dtype=torch.float64, device=subject.device)
 
 
 def _reference_width(subject: Subject, attention: RowAttention, units: Sequence[Unit]) -> int:
     """0, or ``longest`` if the model reads a row depending on the largest position in the pass, as longrope does."""
-    some = subject.laid_out(units)
+    batch = subject.laid_out(units)
     with torch.no_grad():
-        with attention.of(some):
-            together = subject.losses(some).double()
+        with attention.of(batch):
+            together = subject.losses(batch).double()
 
         def away(width: int) -> float:
             alone = torch.cat([subject.losses(subject.by_itself(unit, width)) for unit in units]).double()
@@ -161,19 +161,19 @@ def _moved(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def compare(subject: Subject, seen_U: Tensor, seen_P: Tensor, again: Again) -> float:
+def compare(subject: Subject, seen_U: Tensor, seen_P: Tensor, rerun: Rerun) -> float:
     """Returns the largest relative error of a unit's norm or a parameter's clipped sum; a refusal names the worst.
 
     If rounding alone moves the reference by more than the tolerance (bfloat16 with tiny gradients), a few times that is accepted:
     for a sum, as long as a missing contribution would still show; for a norm, up to ``NORMS`` tolerances.
     """
-    expected = again(False)
+    expected = rerun(False)
     errors, accepted = _apart(subject.parameters, (seen_P, seen_U), expected), subject.tolerance
     if not all(error <= accepted for error in errors.values()):
-        rounding = _apart(subject.parameters, again(True), expected)
-        known = {key: moved if math.isfinite(moved) else 0.0 for key, moved in rounding.items()}
-        most = {key: NORMS * accepted if key == NORM else SEEN for key in errors}
-        over = {key: error / max(accepted, min(most[key], ROUNDINGS * known[key])) for key, error in errors.items()}
+        rounding = _apart(subject.parameters, rerun(True), expected)
+        finite = {key: moved if math.isfinite(moved) else 0.0 for key, moved in rounding.items()}
+        limits = {key: NORMS * accepted if key == NORM else SEEN for key in errors}
+        over = {key: error / max(accepted, min(limits[key], ROUNDINGS * finite[key])) for key, error in errors.items()}
         wrong = [key for key in over if not over[key] <= 1.0]
         if wrong:  # names a layer, if one stands out
             name = max(wrong, key=lambda key: (key != NORM, math.inf if math.isnan(over[key]) else over[key]))
@@ -186,11 +186,11 @@ def _apart(
 ) -> dict[str, float]:
     """The relative error of each parameter's clipped sum, and the largest relative error of a norm."""
     (seen_P, seen_U), (expected_P, expected_U) = seen, expected
-    sizes, whole = [parameter.numel() for parameter in parameters.values()], float(expected_P.norm())
+    sizes, total_norm = [parameter.numel() for parameter in parameters.values()], float(expected_P.norm())
     split = zip(parameters, torch.split(seen_P, sizes), torch.split(expected_P, sizes), strict=True)
     # Some gradients (a key bias) are zero up to rounding.
     sums = {
-        f"the clipped sum of {name}": float((seen - part).norm()) / max(float(part.norm()), 1e-3 * whole)
+        f"the clipped sum of {name}": float((seen - part).norm()) / max(float(part.norm()), 1e-3 * total_norm)
         for name, seen, part in split
     }
     return {**sums, NORM: float(((seen_U - expected_U).abs() / expected_U).max())}

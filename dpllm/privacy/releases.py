@@ -103,15 +103,15 @@ class Measurement:
 
     def release(self, values: Iterable[Any]) -> dict[str, float]:
         """Draws the release once, from the exact values of all rows."""
-        asked, declared = self.asked, frozenset(self.asked.values)
-        if asked.numbers:
-            return {f"{asked.quantile:g}": tidy(draw(self.measure, list(values)))}
+        statistic, declared = self.asked, frozenset(self.asked.values)
+        if statistic.numbers:
+            return {f"{statistic.quantile:g}": tidy(draw(self.measure, list(values)))}
         # A row's text is not passed on, unless it was declared.
         noisy = draw(self.measure, [value if value in declared else OTHER for value in values])
-        return dict(zip((*asked.values, OTHER), noisy, strict=True)) if asked.values else {"units": noisy}
+        return dict(zip((*statistic.values, OTHER), noisy, strict=True)) if statistic.values else {"units": noisy}
 
 
-def measurement(asked: Statistic, rows: int, epsilon: float) -> Measurement:
+def measurement(statistic: Statistic, rows: int, epsilon: float) -> Measurement:
     """The measurement of a statistic at cost at most `epsilon`, if a unit has at most ``rows`` rows.
 
     Raises:
@@ -124,29 +124,29 @@ def measurement(asked: Statistic, rows: int, epsilon: float) -> Measurement:
             "statistics need OpenDP for their noise, which is not installed. Type: pip install opendp"
         ) from None
     enable_features("contrib")
-    rows = 1 if asked.kind == "units" else rows
+    rows = 1 if statistic.kind == "units" else rows
     try:
-        make = _quantile(asked) if asked.numbers else _counted(asked)
+        make = _quantile(statistic) if statistic.numbers else _counted(statistic)
         measure = make(binary_search_param(make, rows, epsilon))  # with the least noise for epsilon
         cost = measure.map(rows)
-        return Measurement(asked, PureDP(cost), *told(asked, rows, cost), measure)
+        return Measurement(statistic, PureDP(cost), *accuracy_of(statistic, rows, cost), measure)
     except (OpenDPException, ValueError, OverflowError) as problem:
         raise ConfigError(
-            f"{asked.name}: OpenDP has no mechanism of epsilon {epsilon:g} for it ({type(problem).__name__}). Give it another "
-            "share of epsilon, or declare other values."
+            f"{statistic.name}: OpenDP has no mechanism of epsilon {epsilon:g} for it ({type(problem).__name__}). Give it "
+            "another share of epsilon, or declare other values."
         ) from None
 
 
-def told(asked: Statistic, rows: int, epsilon: float) -> tuple[str, float, str]:
+def accuracy_of(statistic: Statistic, rows: int, epsilon: float) -> tuple[str, float, str]:
     """Mechanism, ``error`` and ``error_of`` of a release at cost `epsilon`; needs no OpenDP."""
-    scale = (1 if asked.kind == "units" else rows) / epsilon
-    if asked.values or asked.kind == "units":
+    scale = (1 if statistic.kind == "units" else rows) / epsilon
+    if statistic.values or statistic.kind == "units":
         # The noise exceeds this with probability MISSED; as OpenDP's discrete_laplacian_scale_to_accuracy.
         error = scale * math.log(2 / (MISSED * (math.exp(1 / scale) + 1))) + 1
-        return "discrete Laplace", error, "rows in each count" if asked.values else "units"
+        return "discrete Laplace", error, "rows in each count" if statistic.values else "units"
     # A candidate whose rank error exceeds the best one's by t rows wins only if its exponential noise exceeds t.
-    rank = math.floor(10_000 * asked.quantile) / 10_000  # as OpenDP 0.16 reads it
-    error = 2 * max(rank, 1 - rank) * scale * math.log(len(asked.numbers) / MISSED)
+    rank = math.floor(10_000 * statistic.quantile) / 10_000  # as OpenDP 0.16 reads it
+    error = 2 * max(rank, 1 - rank) * scale * math.log(len(statistic.numbers) / MISSED)
     return "permute-and-flip", error, "rows of rank"
 
 
@@ -155,25 +155,25 @@ def draw(measure: Any, values: list[Any]) -> Any:
     return measure(values)
 
 
-def _counted(asked: Statistic) -> Callable[[float], Any]:
+def _counted(wanted: Statistic) -> Callable[[float], Any]:
     """A function from a noise scale to the measurement of a count, or of one count per value."""
     from opendp import domains, measurements, metrics, transformations
 
     space = domains.vector_domain(domains.atom_domain(T="String")), metrics.symmetric_distance()
     exact = transformations.make_count(*space, TO="i64")
-    if asked.values:
-        exact = transformations.make_count_by_categories(*space, list(asked.values), MO="L1Distance<i64>", TOA="i64")
+    if wanted.values:
+        exact = transformations.make_count_by_categories(*space, list(wanted.values), MO="L1Distance<i64>", TOA="i64")
     space = exact.output_domain, exact.output_metric
     return lambda scale: exact >> measurements.make_laplace(*space, scale=scale)
 
 
-def _quantile(asked: Statistic) -> Callable[[float], Any]:
+def _quantile(wanted: Statistic) -> Callable[[float], Any]:
     """A function from a noise scale to the measurement of a quantile."""
     from opendp import domains, measurements, measures, metrics
 
     space = domains.vector_domain(domains.atom_domain(T="f64", nan=False)), metrics.symmetric_distance()
     return partial(
-        measurements.make_private_quantile, *space, measures.max_divergence(), list(asked.numbers), asked.quantile
+        measurements.make_private_quantile, *space, measures.max_divergence(), list(wanted.numbers), wanted.quantile
     )
 
 

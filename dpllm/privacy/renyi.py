@@ -113,12 +113,12 @@ def rdp_epsilon(parts: Parts, delta: float) -> float:
     """
     from dp_accounting.rdp import compute_epsilon
 
-    left = delta - sum(part.delta * part.times for part in parts.bounds)
-    if left <= 0:
+    remaining = delta - sum(part.delta * part.times for part in parts.bounds)
+    if remaining <= 0:
         return math.inf
     orders = _orders()
     with _quiet():
-        return float(compute_epsilon(orders, _curve(parts, orders), left)[0])
+        return float(compute_epsilon(orders, _curve(parts, orders), remaining)[0])
 
 
 @lru_cache(maxsize=65_536)
@@ -137,7 +137,7 @@ def _sampled(part: SampledSums, order: float) -> float:
     if float(order).is_integer():
         return bound
     below = math.floor(order)
-    moments = [(whole - 1) * _sampled(part, float(whole)) if whole > 1 else 0.0 for whole in (below, below + 1)]
+    moments = [(n - 1) * _sampled(part, float(n)) if n > 1 else 0.0 for n in (below, below + 1)]
     line = ((below + 1 - order) * moments[0] + (order - below) * moments[1]) / (order - 1)
     return max(0.0, min(bound, line))
 

@@ -133,7 +133,7 @@ def by_functorch(layer: nn.Module, input: Tensor, backprop: Tensor, trains: Trai
     """Any other layer without inner layers: repeats its forward pass for each unit, differentiated by functorch."""
     dtype = next(layer.parameters()).dtype
     input_M, backprop_M = input.flatten(0, 1), backprop.flatten(0, 1).to(dtype)
-    each = [
+    by_unit = [
         ft_compute_per_sample_gradient(
             layer, [input_M[unit.start : unit.stop][None]], backprop_M[unit.start : unit.stop][None]
         )
@@ -141,7 +141,7 @@ def by_functorch(layer: nn.Module, input: Tensor, backprop: Tensor, trains: Trai
     ]
     for parameter in layer.parameters():
         if trains(parameter):
-            formed = [gradients[parameter][0].detach().float() for gradients in each]
+            formed = [gradients[parameter][0].detach().float() for gradients in by_unit]
             yield parameter, Formed(torch.stack(formed) if formed else parameter.new_zeros(0, *parameter.shape))
 
 

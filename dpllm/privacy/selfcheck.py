@@ -75,7 +75,7 @@ def self_check(subject: Subject) -> Checked:
             still = _still(subject, first)
             _refuse_random_numbers(subject, still, first)
         _check_longest(subject, attention, still)
-        bound, again, loss_U = brute_force(subject, attention, units)
+        bound, rerun, loss_U = brute_force(subject, attention, units)
         clipper = subject.make_clipper()
         try:
             spacing = _spacing(bound, len(units))
@@ -86,7 +86,7 @@ def self_check(subject: Subject) -> Checked:
             digest = _check_company(subject, clipper) if subject.company and not subject.packing.alone else ""
         finally:
             clipper.close()
-        error = compare(subject, seen_U, sum_P, again)  # names the layer, if one stands out
+        error = compare(subject, seen_U, sum_P, rerun)  # names the layer, if one stands out
     return Checked(error, digest)
 
 
@@ -97,10 +97,10 @@ def _added(
     size = sum(parameter.numel() for parameter in subject.parameters.values())
     sum_P, norms, losses = torch.zeros(size, dtype=torch.float64, device=subject.device), [], []
     for units in passes:
-        some = subject.laid_out(units)
-        loss_R, norm_U = clipper.add(subject.losses, some, sum_P, bound, spacing)
-        each = [row.unit for row in some.rows[:: subject.packing.rows_each]]
-        owner_R = torch.tensor(each, device=loss_R.device)
+        batch = subject.laid_out(units)
+        loss_R, norm_U = clipper.add(subject.losses, batch, sum_P, bound, spacing)
+        owners = [row.unit for row in batch.rows[:: subject.packing.rows_each]]
+        owner_R = torch.tensor(owners, device=loss_R.device)
         losses.append(loss_R.double().new_zeros(len(norm_U)).index_add_(0, owner_R, loss_R.double()))
         norms.append(norm_U.double())
     return torch.cat(norms), sum_P, torch.cat(losses)
@@ -115,10 +115,10 @@ def _check_losses(subject: Subject, seen_U: Tensor, loss_U: Tensor) -> None:
 def _check_longest(subject: Subject, attention: RowAttention, losses: Losses) -> None:
     """Checks the longest row, which some models read only in part, and which may change state that the next pass reads."""
     units = _units_of([(subject.longest,)], subject)
-    some = subject.laid_out(units)
+    batch = subject.laid_out(units)
     with torch.no_grad():
-        with attention.of(some):
-            loss_R = losses(some).double()
+        with attention.of(batch):
+            loss_R = losses(batch).double()
         if not subject.packing.alone:
             _check_losses(subject, loss_R, subject.losses(subject.by_itself(units[0], subject.longest)).double())
 
@@ -133,18 +133,18 @@ def _company(subject: Subject) -> list[Unit]:
 
     The last rows have two tokens.
     """
-    longest, each = subject.longest, subject.packing.rows_each
-    lengths, left, short = [[longest]], subject.packing.room - each * longest, 0
+    longest, rows_each = subject.longest, subject.packing.rows_each
+    lengths, room, short = [[longest]], subject.packing.room - rows_each * longest, 0
     for number in range(min(subject.packing.most_units, MOST_UNITS) - 1):
         length = 2 + (7 * number * number + 3 * number) % max(1, longest - 1)
         of_one = [length, max(2, length // 2)] if number == 1 else [length]
-        if each * sum(of_one) > left:
+        if rows_each * sum(of_one) > room:
             of_one = [2]
             short += 1
-        if each * sum(of_one) > left or short > MOST_SHORT:
+        if rows_each * sum(of_one) > room or short > MOST_SHORT:
             break
         lengths.append(of_one)
-        left -= each * sum(of_one)
+        room -= rows_each * sum(of_one)
     units = _units_of(lengths, subject)
     if len(units) > 2:
         token = units[2].sequences[0].input_ids[-1]
@@ -167,8 +167,8 @@ def _check_company(subject: Subject, clipper: PerUnitClipper) -> str:
     even, odd = numbered[::2], numbered[1::2]
     halves = [[*_filler(subject, even, 3), *even], *([[*odd, *_filler(subject, odd, 2)]] if odd else [])]
     for passes in ([numbered[::-1]], halves):
-        other_norm, other_P, other_loss = run(passes=[[unit for _, unit in some] for some in passes])
-        number_U = torch.tensor([number for some in passes for number, _ in some], device=norm_U.device)
+        other_norm, other_P, other_loss = run(passes=[[unit for _, unit in members] for members in passes])
+        number_U = torch.tensor([number for members in passes for number, _ in members], device=norm_U.device)
         same_U = (number_U == NOBODY) | (other_norm == norm_U[number_U]) & (other_loss == loss_U[number_U])
         if bool(same_U.all()) and torch.equal(other_P, sum_P):
             continue
@@ -182,11 +182,11 @@ def _check_company(subject: Subject, clipper: PerUnitClipper) -> str:
     return hashlib.blake2b(sum_P.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def _filler(subject: Subject, beside: Sequence[tuple[int, Unit]], tokens: int) -> list[tuple[int, Unit]]:
+def _filler(subject: Subject, others: Sequence[tuple[int, Unit]], tokens: int) -> list[tuple[int, Unit]]:
     """A unit that learns nothing, if the pass with the others has room for it."""
-    taken = sum(len(row.input_ids) for _, unit in beside for row in unit.sequences)
+    taken = sum(len(row.input_ids) for _, unit in others for row in unit.sequences)
     tokens = min(tokens, subject.longest, (subject.packing.room - taken) // subject.packing.rows_each)
-    if tokens < 1 or len(beside) >= subject.packing.most_units:
+    if tokens < 1 or len(others) >= subject.packing.most_units:
         return []
     row = TokenSequence((subject.pad_id,) * tokens, (False,) * tokens, 1)
     return [(NOBODY, Unit((row,) * subject.packing.rows_each))]
@@ -212,8 +212,8 @@ def _still(subject: Subject, batch: Pass) -> Losses:
         subject.losses(batch)
     before = {name: buffer.clone() for name, buffer in subject.model.named_buffers()}
 
-    def still(some: Pass) -> Tensor:
-        loss_R = subject.losses(some)
+    def still(batch: Pass) -> Tensor:
+        loss_R = subject.losses(batch)
         for name, buffer in subject.model.named_buffers():
             if not torch.equal(buffer, before[name]):
                 raise Refused(

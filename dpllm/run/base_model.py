@@ -55,8 +55,8 @@ def of_base(config: RunConfig, *, fetch: bool = True) -> Base | None:
 
 def same_base(base: Base | None, lineage: Lineage | None) -> bool:
     """Whether a run with this lineage started from a base model with this statement."""
-    own = next((parent.files_digest for parent in lineage.models if not parent.adapter), None) if lineage else None
-    return own == (base.statement.files_digest if base else None)
+    stated = next((parent.files_digest for parent in lineage.models if not parent.adapter), None) if lineage else None
+    return stated == (base.statement.files_digest if base else None)
 
 
 def _of_model(config: RunConfig, fetch: bool) -> Base | None:
@@ -94,13 +94,13 @@ def _of_adapter(config: RunConfig, path: Path, base: Base | None) -> Base:
         nothing = dict.fromkeys((*_PROMISED, "dataset", "entry"))
         unknown = Ancestor(name=_public(path), guarantee=False, **nothing, files_digest=digest(files), adapter=True)
         return Base(unknown, (), files[ADAPTER[1]])
-    own = replace(_base(_public(path), record, adapter=True), weights=record.files[ADAPTER[1]])
+    result = replace(_base(_public(path), record, adapter=True), weights=record.files[ADAPTER[1]])
     if base is None:
-        return own
+        return result
     # For the base, its own statement counts, not what the adapter's block says about it.
-    adapters = takewhile(lambda model: model.adapter, own.ancestors)
-    labels = dict.fromkeys((*own.labels, *base.labels))
-    return replace(own, ancestors=(*adapters, *base.models), labels=tuple(labels))
+    adapters = takewhile(lambda model: model.adapter, result.ancestors)
+    labels = dict.fromkeys((*result.labels, *base.labels))
+    return replace(result, ancestors=(*adapters, *base.models), labels=tuple(labels))
 
 
 def _check_settings(config: RunConfig, path: Path) -> None:
@@ -115,7 +115,7 @@ def _check_settings(config: RunConfig, path: Path) -> None:
         raise ConfigError(
             f"model.adapter {path}: has {extra} {theirs[extra]}, which a recipe cannot express. Name another adapter."
         )
-    for key, ours, wanted, where_absent in (
+    for key, ours, expected, where_absent in (
         ("r", "adapter.r", lora.r, None),
         ("lora_alpha", "adapter.alpha", lora.alpha, None),
         ("use_rslora", "adapter.use_rslora", lora.use_rslora, False),
@@ -123,9 +123,9 @@ def _check_settings(config: RunConfig, path: Path) -> None:
     ):
         stated = theirs.get(key) or where_absent
         stated = names.last_part(stated) if isinstance(stated, str) else stated
-        if stated not in (wanted, ""):
+        if stated not in (expected, ""):
             raise ConfigError(
-                f"model.adapter {path}: has {key} {stated!r}, and {ours} is {wanted}, so its factors would mean something "
+                f"model.adapter {path}: has {key} {stated!r}, and {ours} is {expected}, so its factors would mean something "
                 f"else here. Type --{ours} {stated}."
             )
 

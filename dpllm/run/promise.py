@@ -154,8 +154,8 @@ class Decision:
     def at(self, config: RunConfig) -> Self:
         """A copy with the paths of another machine, taken from ``config``."""
         data = self.config.data
-        seen = {f"data.{name}": getattr(data, name) for name in ("format", "label_epsilon", "chat_template")}
-        return replace(self, config=config.changed(seen))
+        resolved = {f"data.{name}": getattr(data, name) for name in ("format", "label_epsilon", "chat_template")}
+        return replace(self, config=config.changed(resolved))
 
     def obeyed(self) -> Self:
         """Returns itself, or raises the first refusal."""
@@ -204,7 +204,7 @@ def decide(
                 resumed = refusals.attempt(read_resume_state, config, run, ledger, subject.policy)
             if refusals.errors:
                 return Decision(config, subject, resumed=resumed, refusals=tuple(refusals.errors))
-        schedule, plan, seen = refusals.attempt(schedule_of, config, subject.num_units), None, None
+        schedule, plan, outlook = refusals.attempt(schedule_of, config, subject.num_units), None, None
         if start and resumed and schedule and config.privacy.enabled:
             plan = refusals.attempt(_resumed_plan, config, subject.num_units, resumed)
             schedule = plan.schedule if plan else schedule
@@ -212,8 +212,8 @@ def decide(
             limits = terms or refusals.attempt(dataset_policy.terms, ledger, dataset, parent, privacy.fit_budget)
             plan, over = _plan(config, subject.num_units, schedule, limits, refusals)
             if ledger and plan and terms is None and not (start and start.entry):
-                seen = refusals.attempt(ledger.outlook, dataset, [RunRequest.of(plan, final=privacy.final)], parent)
-            if error := (seen.error if seen else None) or over:
+                outlook = refusals.attempt(ledger.outlook, dataset, [RunRequest.of(plan, final=privacy.final)], parent)
+            if error := (outlook.error if outlook else None) or over:
                 refusals.add(error)
         refusals.attempt(check_learning_rate, config, plan)
         base = refusals.attempt(of_base, config, fetch=fetch)
@@ -223,7 +223,7 @@ def decide(
         about = {"dataset": dataset, "derived_from": parent, "book": ledger, "plan": plan}
         ancestry = refusals.attempt(lineage.compose_with_base, base, config, **about)
         before = (base.weights, base.labels) if base else ()
-        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(refusals.errors), *before)
+        return Decision(config, subject, schedule, plan, outlook, ancestry, resumed, tuple(refusals.errors), *before)
 
 
 def _check_machine(config: RunConfig, start: Start | None) -> None:

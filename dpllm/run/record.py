@@ -109,28 +109,28 @@ class Recorder:
             self._write_unfinished(self._step, reason)
         self._telemetry.end()
 
-    def step(self, step: int, rate: float, positions: int, seen: Diagnostics) -> None:
+    def step(self, step: int, rate: float, positions: int, facts: Diagnostics) -> None:
         """Records step ``step``, counted from 1: learning rate, tokens with padding, and the figures of all ranks."""
         self._step, engine = step, self._prepared.engine
         if self._projections is not None and engine.projections is not None:
             self._projections.write(step, engine.projections.numpy())
-        self._finite = math.isfinite(seen.loss_sum)
-        self._not_finite += self._prepared.plan is not None and not math.isfinite(seen.norm_sum)
-        loss, norm = (value if math.isfinite(value) else None for value in (seen.loss, seen.norm))
-        private = {"step": step, "loss": loss, "units": seen.units, "clipped": seen.clipped, "norm": norm}
-        by_layer = list(seen.clipped_by_layer)
+        self._finite = math.isfinite(facts.loss_sum)
+        self._not_finite += self._prepared.plan is not None and not math.isfinite(facts.norm_sum)
+        loss, norm = (value if math.isfinite(value) else None for value in (facts.loss, facts.norm))
+        private = {"step": step, "loss": loss, "units": facts.units, "clipped": facts.clipped, "norm": norm}
+        by_layer = list(facts.clipped_by_layer)
         layers = {"clipped_by_layer": by_layer} if by_layer else {}
         if self._main and by_layer and step == self._prepared.first_step + 1:  # once, since there can be hundreds
             write_json(self._prepared.run.layers, {"layers": layers_of(engine.parameters)})
         self._log({**private, **layers})
         self._telemetry.step(step, self._epsilon_after(step), rate, private)
         if self._main:
-            self._screen.step(step, self._epsilon_after.words(step), positions, seen.loss if seen.units else None)
+            self._screen.step(step, self._epsilon_after.words(step), positions, facts.loss if facts.units else None)
 
-    def evaluated(self, seen: HeldOut | None, when: Literal["before", "during", "after"]) -> None:
+    def evaluated(self, held_out: HeldOut | None, when: Literal["before", "during", "after"]) -> None:
         """Records a pass over the held-out rows; None without such rows."""
         self._screen.end()
-        figures = {name: getattr(seen, name, None) for name in self._figures}
+        figures = {name: getattr(held_out, name, None) for name in self._figures}
         # JSON has no nan.
         finite = {
             name: value if value is not None and math.isfinite(value) else None for name, value in figures.items()
@@ -143,7 +143,7 @@ class Recorder:
         if when == "before" and self._main:
             write_json(self._prepared.run.summary, self._summary)  # now, since a killed process writes nothing later
         elif when == "after":
-            self._summary["eval_tokens"] = seen.tokens if seen else 0
+            self._summary["eval_tokens"] = held_out.tokens if held_out else 0
         self._telemetry.evaluated(self._step, loss, finite.get("accuracy"))
         if when == "before" and loss is not None and self._prepared.config.data.eval_public:
             self._console.print(f"Held-out loss before: {loss:.4f} nats per token")

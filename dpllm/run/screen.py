@@ -142,13 +142,13 @@ class Screen:
             self._first, self._first_ended, tokens = step, now, 0
         self._tokens += tokens
         cost = self._cost(step, now) if self._shows_cost else ""
-        seen = f"loss {loss:.3f} (private)" if loss is not None and only_seen(self._console) else ""
+        shown_loss = f"loss {loss:.3f} (private)" if loss is not None and only_seen(self._console) else ""
         if self.bar and self._steps is not None:
             of = f"{step}/{self._total}"
-            words = "\n".join(filter(None, (words, seen)))  # on separate lines, to fit 80 columns
+            words = "\n".join(filter(None, (words, shown_loss)))  # on separate lines, to fit 80 columns
             self.bar.update(self._steps, completed=step, description=words, cost=_listed(of, cost))
         elif step % max(1, self._total // LINES) == 0 or step == self._total:
-            line = _listed(f"step {step} of {self._total}", words, seen, cost)
+            line = _listed(f"step {step} of {self._total}", words, shown_loss, cost)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _cost(self, step: int, now: float) -> str:

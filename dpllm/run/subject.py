@@ -46,10 +46,10 @@ class Refusals:
         if str(error) not in map(str, self.errors):
             self.errors.append(error)
 
-    def attempt(self, call: Callable[..., Value], *arguments: Any, **more: Any) -> Value | None:
+    def attempt(self, call: Callable[..., Value], *arguments: Any, **keywords: Any) -> Value | None:
         """The value of ``call``; None if it refuses, and the refusal is added."""
         try:
-            return call(*arguments, **more)
+            return call(*arguments, **keywords)
         except DpllmError as error:
             self.add(error)
             return None
@@ -161,42 +161,42 @@ def record_of(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".jsonl") + SUFFIX)
 
 
-def randomised(wanted: DataConfig) -> Path | None:
+def randomised(settings: DataConfig) -> Path | None:
     """The first training file with a record next to it."""
-    paths = map(Path, expand(wanted.train))
+    paths = map(Path, expand(settings.train))
     return next((path for path in paths if record_of(path) != path and record_of(path).exists()), None)
 
 
-def read_labels(wanted: DataConfig) -> LabelRecord | None:
+def read_labels(settings: DataConfig) -> LabelRecord | None:
     """The record of a recipe's randomised labels; None if labels are not randomised.
 
     Raises:
         ConfigError: The record next to the data is not named, is damaged, or states another epsilon than the recipe.
         Refused: The record is of other data: labels may have been drawn again.
     """
-    path = Path(wanted.train) if isinstance(wanted.train, str) else None
-    if wanted.label_record is None:
-        if (file := randomised(wanted)) is not None:
+    path = Path(settings.train) if isinstance(settings.train, str) else None
+    if settings.label_record is None:
+        if (file := randomised(settings)) is not None:
             raise ConfigError(
                 f"data.train {file}: its labels were randomised ({record_of(file).name} is next to it); taken as true, they "
                 f"would teach a weaker preference. Set data.label_record: {record_of(file)}."
             )
         return None
     try:
-        record = LabelRecord.checked(read_json(Path(wanted.label_record)))
+        record = LabelRecord.checked(read_json(Path(settings.label_record)))
     except NotAStatement as error:
         raise ConfigError(
-            f"data.label_record {wanted.label_record}: {'; '.join(error.problems[:3])}, so the loss would be biased, and no card "
-            "could be written. Restore the record."
+            f"data.label_record {settings.label_record}: {'; '.join(error.problems[:3])}, so the loss would be biased, and no "
+            "card could be written. Restore the record."
         ) from None
     if path is None or not path.is_file() or sha256(path) != record.file_sha256:
         raise Refused(
-            f"data.train is not the file that data.label_record {wanted.label_record} is about, so nothing says how often its "
+            f"data.train is not the file that data.label_record {settings.label_record} is about, so nothing says how often its "
             "labels were flipped, or how many times. Restore the file, or name its own record."
         )
-    if wanted.label_epsilon not in (None, record.epsilon):
+    if settings.label_epsilon not in (None, record.epsilon):
         raise ConfigError(
-            f"data.label_epsilon {wanted.label_epsilon:g} is not the {record.epsilon:g} of data.label_record, with which the "
+            f"data.label_epsilon {settings.label_epsilon:g} is not the {record.epsilon:g} of data.label_record, with which the "
             "loss would be biased. Remove data.label_epsilon."
         )
     return record

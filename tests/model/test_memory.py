@@ -215,7 +215,7 @@ def test_ranks_agree_on_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank needs more: both measure passes of the same sizes, and find the same."""
     here = Fake(monkeypatch, free=100 * GB, token=GB // 12)
     assert here.fit(recipe()) == 1024
-    monkeypatch.setattr(processes, "least", lambda value: min(value, 3 * value))  # the other needs three times as much
+    monkeypatch.setattr(processes, "minimum", lambda value: min(value, 3 * value))  # the other needs three times more
     assert here.fit(recipe()) == 256
 
 
