@@ -57,7 +57,7 @@ class RunDir(RunPaths):
         """Refuses, with a ConfigError, an output in export/ or private/."""
         if self.replaces(output):
             raise ConfigError(
-                f"--output {output}: lies in a part of the run directory that only the run may write. Type another directory."
+                f"--output {output}: lies in a part of the run directory that is reserved for the run. Type another directory."
             )
 
     def load_config(self) -> RunConfig:
