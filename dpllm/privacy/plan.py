@@ -54,61 +54,61 @@ Neighbours = Literal["zero_out", "zero_out_public_graph", "add_or_remove_one"]
 
 
 class AuditSettings(Record):
-    """What the audit may not choose after training."""
+    """Choices of the audit that are fixed before training."""
 
     alpha: Between0And1
-    """Probability that a bound exceeds the truth."""
+    """Probability that a bound exceeds the true value."""
     falling: tuple[AtLeast1, ...]
     """How many canaries the tests of membership guess on both sides, with weights that fall with the rank."""
     falling_in: tuple[AtLeast1, ...]
-    """And how many as planted alone."""
+    """And how many on the planted side only."""
     score: Literal["calibrated"] = "calibrated"
-    """Behind the lower bound."""
+    """The score on which the lower bound is based."""
     version: Literal[2]
-    """Of score and tests: the sum over every token that entered the loss (of a secret in a prompt, over its own) of what its word
-    in other rows does not explain, where equal scores count against the bound."""
+    """Version of score and tests: the sum over every token in the loss (for a secret in a prompt, over the secret's tokens) of
+    the part not explained by the same word in other rows; equal scores count against the bound."""
     control_level: Between0And1 = 0.001
-    """At which a control counts as seen, or as failed."""
+    """Level at which a control counts as detected, or as failed."""
 
 
 class Mechanism(Record):
-    """What runs: every number that decides the promise, and what is fixed beside it before training."""
+    """The mechanism of a run: every number that determines the promise, and what else is fixed before training."""
 
     unit: Text
-    """Whom the guarantee protects: example (one row of the data), or the name of the column that says whose row it is."""
+    """Whom the guarantee protects: example (one row of the data), or the name of the column that names a row's owner."""
     max_examples_per_unit: AtLeast1 | None
-    """Most rows that one unit may bring; null where each row is a unit."""
+    """Maximum number of rows of one unit; null if each row is a unit."""
     sampling: Literal["unit", "example"]
-    """What is drawn and clipped as a whole: unit, or example for single rows."""
+    """What is sampled and clipped as a whole: unit, or example for single rows."""
     neighbouring_relation: Neighbours
-    """How two datasets differ between which the guarantee holds: zero_out (one unit's data replaced by nothing, N unchanged:
-    it was counted and is published), zero_out_public_graph (rows have several owners; who has which row is public and
-    unchanged, and all rows of one owner are emptied) or add_or_remove_one (N was declared)."""
+    """How neighbouring datasets differ: zero_out (one unit's data replaced by nothing; N is unchanged, since it was counted and
+    is published), zero_out_public_graph (rows have several owners; ownership is public and unchanged, and all rows of one owner
+    are emptied) or add_or_remove_one (N was declared)."""
     dataset_size: AtLeast1
-    """N, the public number of what is sampled, canary slots included."""
+    """N, the public number of sampled units or rows, including canary slots."""
     canary_slots: Count
     """How many of the N are reserved for the audit's canaries."""
     expected_batch_size: AtLeast1
-    """Expected number in a step, and the public divisor of the sum."""
+    """Expected number of them in a step, and the public divisor of the sum."""
     num_steps: AtLeast1
     """T, logical steps; epsilon is for all of them."""
     noise_multiplier: Positive
     """sigma, standard deviation of the noise over C."""
     coefficients: tuple[Number, ...]
-    """Of banded noise, first column of the strategy matrix, whose noise is its inverse times independent noise; the squares add
-    up to at most 1. One for each band, which is also the number of groups that take turns. Empty for independent noise."""
+    """First column of the strategy matrix C of banded noise C^-1 z, with z independent noise; the squares add up to at most 1.
+    One for each band, which is also the number of groups that take turns. Empty for independent noise."""
     clipping: Clipping
     """The clipping function."""
     max_grad_norm: Positive
-    """C, the L2 norm to which the gradient of each thing that is sampled is clipped."""
+    """C, the L2 norm to which each sampled unit's gradient is clipped."""
     delta: Between0And1
-    """Slack of the definition; far below 1/N."""
+    """The delta of the definition; far below 1/N."""
     target_epsilon: Positive
-    """What the recipe asked for, at least epsilon."""
+    """The recipe's target, at least epsilon."""
     canary_commitment: Sha256 | None = None
-    """Hash of the canaries and their coins; null where none were planned."""
+    """Hash of the canaries and their coins; null if none were planned."""
     audit: AuditSettings | None = None
-    """What the audit may not choose later."""
+    """Settings that the audit may not choose later."""
 
     @property
     def schedule(self) -> Schedule:
@@ -181,7 +181,7 @@ class Plan(Mechanism):
     schema_version: Literal[2]
     """Version of plan.json."""
     definition: Literal["(epsilon, delta)-differential privacy"]
-    """Which definition epsilon and delta belong to."""
+    """The definition to which epsilon and delta belong."""
     trust_model: Literal["central"]
     """Who saw the data: central means whoever ran the training did, and everybody else sees what is released."""
     mechanism: Literal["dp-sgd", "dp-bandmf"]
@@ -189,22 +189,22 @@ class Plan(Mechanism):
     sampling_rate: Annotated[float, Field(gt=0, le=1)]
     """q, probability of each coin, expected_batch_size / dataset_size; with groups, over the draw of the groups too."""
     event: StoredTrainingEvent
-    """The mechanism as a value, from which epsilon can be computed again: what is sampled is what is accounted. Of the best of a
-    secret number of runs, that choice, whose events hold that of these steps."""
+    """The mechanism as a value, from which epsilon can be recomputed: what is sampled is what is accounted. For the best of a
+    secret number of runs it is that selection, whose events include that of these steps."""
     epsilon: NotNegative
-    """Privacy loss of the run, an upper bound in full precision."""
+    """An upper bound on the privacy loss of the run, in full precision."""
     accountant: Accountant
     cross_check: CrossCheck | None
     accountants: dict[Annotated[str, Field(pattern=r"^[a-z]+$")], NotNegative | None]
-    """Epsilon by each accountant that knows the event."""
+    """Epsilon from each accountant that supports the event."""
     limits: MechanismLimits
     curve: tuple[tuple[Number, Number | None], ...]
-    """Pairs of delta and the epsilon certified at it, null where none is."""
+    """Pairs of delta and the epsilon certified at it; null if none is."""
     trade_off: tuple[tuple[Share, Share], ...]
     """Pairs of a false-positive rate and the largest true-positive rate of any membership test, in 4 digits."""
     without_amplification: NotNegative | None
-    """Epsilon at the same delta if batches had come from shuffling, rounded up to four digits; null where none can be stated, as
-    of banded noise: shuffled anew in each epoch, a unit would come back before the noise that hid it is used up."""
+    """Epsilon at the same delta with shuffled batches, rounded up to four digits; null if none can be stated, such as for banded
+    noise: reshuffled in each epoch, a unit could return within b steps."""
 
     @classmethod
     def of(cls, run: Mechanism, best_of: RepeatAndSelect | None = None) -> Plan:

@@ -1,7 +1,7 @@
-"""What a run is made of: the model and what trains, the mechanism that trains it, checked, and the units on which it trains.
+"""Builds the parts of a run: the model with its trainable parameters, the checked mechanism, and the training units.
 
-Comes in: a decision, a device, rows. Goes out: the parts of a ``Prepared`` value, from which the loop runs. What makes the
-mechanism sees no data: a schedule that followed the loss would be outside the guarantee.
+Comes in: a decision, a device, rows. Goes out: the parts of a ``Prepared`` value, from which the loop runs. The mechanism is
+built without data: a schedule that depended on the loss would be outside the guarantee.
 """
 
 from __future__ import annotations

@@ -363,7 +363,7 @@ def mechanism_of(
 
 
 def _coefficients(config: RunConfig, schedule: Schedule, delta: float, relation: Neighbours) -> tuple[float, ...]:
-    """Of the noise; none where it is independent."""
+    """Coefficients of banded noise; empty for independent noise."""
     privacy, rate = config.privacy, learning_rate_of(config.train)
     if privacy.noise == "independent":
         return ()

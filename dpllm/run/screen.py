@@ -212,14 +212,14 @@ class Samples:
         return bool(self.ids) and (step == total or (self.every is not None and step % self.every == 0))
 
     def write(self, model: Any, tokenizer: Any, autocast: Autocast) -> list[str]:
-        """One text behind each prompt, by the likeliest token each time.
+        """Completes each prompt by greedy decoding.
 
-        All ranks make the same forward passes, because a sharded model is gathered by all of them in each.
+        All ranks make the same forward passes, because all of them gather a sharded model in each.
 
         Guarantee:
             The texts are a function of the weights after a step and of public prompts. The Plan's epsilon covers the weights
-            after every step, so the texts are post-processing and spend nothing. Model, random state and hooks are afterwards
-            as they were: no random number is drawn, no gradient is computed, dropout is off meanwhile.
+                after every step, so the texts are post-processing and cost nothing. Model, random state and hooks are unchanged
+                afterwards: no random number is drawn, no gradient is computed, and dropout is off meanwhile.
         """
         device = next(model.parameters()).device
         texts = []
