@@ -49,7 +49,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class ScoringModels:
-    """A tuned model beside its base, both in eval mode."""
+    """A tuned model and its base, both in eval mode."""
 
     tokenizer: Any
     tuned: nn.Module

@@ -318,12 +318,12 @@ class StepEngine:
             vars(layer).pop("_cast_input_dtype", None)
 
     def self_check(
-        self, vocab_size: int, low_precision: bool = False, pad_id: int = 0, company: bool = True
+        self, vocab_size: int, low_precision: bool = False, pad_id: int = 0, batch_invariance: bool = True
     ) -> Checked:
         """Compares the engine with brute-force autograd, in passes as they will run: see ``selfcheck.self_check``.
 
         With ``low_precision`` (below float32), the tolerance is 5e-2 per row of an example instead of 1e-3. Without a Plan there
-        is no check. ``company``: also test bit for bit that a unit's rounding depends on neither its position nor other units.
+        is no check. ``batch_invariance``: also test that a unit's bits depend on neither position nor other units.
 
         Raises:
             NotBatchInvariant: The engine stays open, and can be checked again after ``repack``.
@@ -344,7 +344,7 @@ class StepEngine:
                     packing=self.packing,
                     pad_id=pad_id,
                     tolerance=LOW_PRECISION_TOLERANCE * self.packing.rows_each if low_precision else TOLERANCE,
-                    company=company,
+                    batch_invariance=batch_invariance,
                 )
                 checked = self_check(subject)
         except NotBatchInvariant:

@@ -132,7 +132,7 @@ class _FromLogits(torch.autograd.Function):
             logits_nV = logits_MV[position_n].to(nll_M.dtype)
             nll_n1, top_N1[part], total_N1[part] = log_likelihood_(logits_nV, target_n)
             nll_M[position_n] = nll_n1.squeeze(1)
-        nll_M[-1] = 0.0  # what fills a pack is nobody's
+        nll_M[-1] = 0.0  # padding of a pack has no target
         ctx.save_for_backward(logits_MV, top_N1, total_N1)
         ctx.targets = targets
         return nll_M
@@ -296,7 +296,7 @@ class _FromHidden(torch.autograd.Function):
             torch.mm(low_nV, weight_Vd, out=gradient_Nd[part])
         nll_M = nll_N.new_zeros(len(hidden_Md))
         nll_M[targets.position_N] = nll_N
-        nll_M[-1] = 0.0  # what fills a pack is nobody's
+        nll_M[-1] = 0.0  # padding of a pack has no target
         if hit_M is not None:
             hit_M[-1] = False
         ctx.save_for_backward(gradient_Nd, targets.position_N)

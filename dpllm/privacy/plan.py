@@ -244,7 +244,7 @@ class Plan(Mechanism):
         }
         return {
             **super()._rules(),
-            **{f"{name} does not follow from the numbers beside it": good for name, good in follows.items()},
+            **{f"{name} does not follow from the other numbers": good for name, good in follows.items()},
         }
 
     @property

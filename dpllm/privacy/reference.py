@@ -52,7 +52,7 @@ class Subject:
     packing: Packing
     pad_id: int  # as in training
     tolerance: float  # accepted relative error
-    company: bool = True  # whether to compare units bit for bit among different other units
+    batch_invariance: bool = True  # whether to compare units bit for bit among different other units
 
     @property
     def longest(self) -> int:

@@ -83,7 +83,7 @@ def self_check(subject: Subject) -> Checked:
             seen_U, sum_P, seen_loss_U = _added(subject, clipper, groups, bound, spacing)
             sum_P *= spacing
             _check_losses(subject, seen_loss_U, loss_U)
-            digest = _check_company(subject, clipper) if subject.company and not subject.packing.alone else ""
+            digest = _check_company(subject, clipper) if subject.batch_invariance and not subject.packing.alone else ""
         finally:
             clipper.close()
         error = compare(subject, seen_U, sum_P, rerun)  # names the layer, if one stands out

@@ -232,7 +232,7 @@ def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.devi
     engine = StepEngine(small, make_optimizer(config.train, small), plan.schedule, plan, packing, noise=noise)
     engine.example_loss = config.objective.loss()
     with contextlib.closing(engine):
-        engine.self_check(loading.SHRUNKEN_VOCABULARY, company=False)
+        engine.self_check(loading.SHRUNKEN_VOCABULARY, batch_invariance=False)
 
 
 def draw_canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, device: torch.device) -> CanaryPlan:

@@ -160,13 +160,13 @@ class _Failures:
         self._set("said")
 
     def _set(self, key: str) -> None:
-        with contextlib.suppress(RuntimeError):  # nobody can be told
+        with contextlib.suppress(RuntimeError):  # the store is gone
             self._store.set(key, "1")
 
     def _post(self, message: str, code: int = 1, rank: int | None = None) -> Cause:
         """Records a cause unless there is one already; returns the recorded one."""
         cause: Cause = {"rank": rank, "code": code, "message": message}
-        with contextlib.suppress(RuntimeError):  # nobody can be told
+        with contextlib.suppress(RuntimeError):  # the store is gone
             cause = json.loads(self._store.compare_set("cause", "", json.dumps(cause)))
         return cause
 

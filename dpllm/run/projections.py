@@ -69,7 +69,7 @@ def _load(path: Path, dtype: type[np.floating[Any]], rows: int | None = None, wi
         values = np.load(path, allow_pickle=False)
         table = isinstance(values, np.ndarray) and values.ndim == 2 and values.dtype == dtype
         if table and values.shape == (rows or len(values), width or values.shape[1]):
-            return values  # type: ignore[no-any-return]  # an array, as was asked
+            return values  # type: ignore[no-any-return]  # always an array
     raise _damaged(path)
 
 
