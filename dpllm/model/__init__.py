@@ -1,1 +1,1 @@
-"""The base model and what of it trains: loading, memory, sharding, evaluation."""
+"""The base model and its trainable part: loading, memory, sharding, evaluation."""

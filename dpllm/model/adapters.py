@@ -1,4 +1,4 @@
-"""What of a base model trains: LoRA adapters or the last blocks.
+"""Makes part of a base model trainable: LoRA adapters or the last blocks.
 
 Comes in: a base model with nothing trainable, and the recipe. Goes out: the model with its trainable parameters, and their
 names. This module must not see data.
@@ -25,8 +25,8 @@ from dpllm.privacy.guards import ROUTED
 from dpllm.recipe.config import FrozenConfig, LoraConfig, RunConfig
 from dpllm.recipe.names import public_name
 
-# No adapters: what sees other rows' tokens, what no gradient reaches (sparse attention's choice of tokens), and what is read
-# outside its layer (Gemma 3n).
+# These get no adapters: they see other rows' tokens, no gradient reaches them (sparse attention's choice of tokens), or another
+# layer reads their weights (Gemma 3n).
 APART = ROUTED | {"indexer", "compressor", "altup", "gate_up_proj_adapter_list"}
 _WRAPPERS = {"default", "base_model", "model", "modules_to_save"}
 
@@ -47,11 +47,11 @@ def attach(model: Any, config: RunConfig) -> Any:
 
 
 def start_from(model: PeftModel, folder: Path, sha256: str | None = None) -> None:
-    """Gives an adapter the values of one that was trained before, from safetensors alone.
+    """Loads the values of an earlier adapter into this one, from safetensors alone.
 
     Raises:
-        ConfigError: It is damaged, or has other layers, or other shapes.
-        Refused: It has not this SHA-256.
+        ConfigError: The adapter is damaged, or has other layers or shapes.
+        Refused: Its SHA-256 is another one.
     """
     try:
         content = (folder / "adapter_model.safetensors").read_bytes()
@@ -61,7 +61,7 @@ def start_from(model: PeftModel, folder: Path, sha256: str | None = None) -> Non
                 "Start again, and do not change the folder meanwhile."
             )
         saved = load(content)
-    except (OSError, SafetensorError, KeyError) as error:  # KeyError: numbers of a type that torch has not
+    except (OSError, SafetensorError, KeyError) as error:  # KeyError: a number type that torch does not have
         raise ConfigError(
             f"model.adapter {folder}: its weights cannot be read ({type(error).__name__}). Use an undamaged copy."
         ) from None
@@ -70,24 +70,24 @@ def start_from(model: PeftModel, folder: Path, sha256: str | None = None) -> Non
             raise ConfigError(
                 f"model.adapter {folder}: {name} has a value that is not finite, so training would fail. Use an undamaged copy."
             )
-    own = get_peft_model_state_dict(model, save_embedding_layers=False)
-    saved_shapes, own_shapes = ({name: tensor.shape for name, tensor in of.items()} for of in (saved, own))
-    if saved_shapes != own_shapes:
+    current = get_peft_model_state_dict(model, save_embedding_layers=False)
+    saved_shapes, current_shapes = ({name: tensor.shape for name, tensor in of.items()} for of in (saved, current))
+    if saved_shapes != current_shapes:
         layers = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in saved if ".lora_" in name})
-        differs = min(saved_shapes.items() ^ own_shapes.items())[0]
+        differs = min(saved_shapes.items() ^ current_shapes.items())[0]
         raise ConfigError(
-            f"model.adapter {folder}: {differs} differs between it and the recipe's adapter (missing or of another shape), so "
-            "some of it would be lost or start at random. Name its base model, its adapter.modules_to_save, and its layers: "
+            f"model.adapter {folder}: {differs} is missing or has another shape in it or in the recipe's adapter, so some "
+            "weights would be lost or start at random. Name its base model, its adapter.modules_to_save, and its layers: "
             f"--adapter.target_modules '[{', '.join(layers)}]'."
         )
     set_peft_model_state_dict(model, saved)
 
 
 def blocks(model: Any) -> tuple[str, nn.ModuleList]:
-    """The decoder blocks, with their name: of all lists of modules in the text decoder, the one with the most parameters.
+    """The decoder blocks and their name: the list of modules in the text decoder that has the most parameters.
 
-    Neither length nor class tells them: norms of single heads are often more than the blocks (StableLM), an encoder of images
-    may have as many, and blocks may be of two classes in turn (Jamba).
+    Length and class do not identify them: per-head norms can outnumber the blocks (StableLM), an image encoder may have as
+    many, and blocks may alternate between two classes (Jamba).
 
     Raises:
         ConfigError: The model has none.
@@ -103,7 +103,7 @@ def blocks(model: Any) -> tuple[str, nn.ModuleList]:
 
 
 def left_out(model: Any) -> list[str]:
-    """Which weights of the decoder blocks, norms and biases aside, LoRA gave no adapter, by their layers' names in a block."""
+    """Names, within a block, of the layers whose weights got no LoRA adapter; norms and biases are not counted."""
     layers = blocks(model)[1]
     frozen = [
         name
@@ -114,9 +114,9 @@ def left_out(model: Any) -> list[str]:
 
 
 def trainable_table(model: nn.Module) -> list[tuple[str, int, int]]:
-    """What trains: (kind of layer, number of tensors, number of parameters), one line for each kind.
+    """What trains, one tuple for each kind: (kind of layer, number of tensors, number of parameters).
 
-    Adapters of all projections are one kind, ("LoRA on q, k, v, o_proj of 12 layers", 96, 589824), and so are whole blocks.
+    The adapters of all projections are one kind, ("LoRA on q, k, v, o_proj of 12 layers", 96, 589824); so are whole blocks.
     """
     kinds: dict[str, tuple[dict[str, None], set[str], int, int]] = {}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -145,7 +145,7 @@ def _in_words(kind: str, layers: list[str], blocks: int) -> str:
 
 
 def trainable_text(kinds: Sequence[tuple[str, int, int]], total: int) -> str:
-    """``trainable_table`` in words, a line for each kind; ``total`` counts what is frozen too."""
+    """``trainable_table`` in words, a line for each kind; ``total`` includes frozen parameters."""
     sums = sum(tensors for _, tensors, _ in kinds), sum(size for *_, size in kinds)
     rows = [*kinds, ("in all", *sums)] if len(kinds) > 1 else kinds
     lines = (f"{kind}: {tensors} tensors, {size:,} of {total:,} parameters" for kind, tensors, size in rows)
@@ -189,31 +189,31 @@ def _add_lora(model: Any, adapter: LoraConfig, name: str) -> Any:
                 )
             if ".lora_A." in path:
                 parameter.requires_grad_(False)
-    # The user's path means nothing to a stranger, and may tell him more than it should.
+    # A local path means nothing to others, and may reveal more than it should.
     peft_model.peft_config["default"].base_model_name_or_path = public_name(name)
     return peft_model
 
 
 def _check_modules_to_save(model: Any, adapter: LoraConfig, targets: Any) -> None:
     names = dict(model.named_modules())
-    for wanted in adapter.modules_to_save:
-        layers = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
-        whole = [name for name in layers if next(names[name].children(), None) is not None]
-        if not layers or whole:
-            reason = "matches no layer" if not layers else f"is {whole[0]}, which holds other layers"
+    for module in adapter.modules_to_save:
+        layers = [name for name in names if name == module or name.endswith(f".{module}")]
+        containers = [name for name in layers if next(names[name].children(), None) is not None]
+        if not layers or containers:
+            reason = "matches no layer" if not layers else f"is {containers[0]}, which holds other layers"
             raise ConfigError(
-                f"adapter.modules_to_save: {wanted!r} {reason}. Name single layers, such as lm_head, embed_tokens or norm."
+                f"adapter.modules_to_save: {module!r} {reason}. Name single layers, such as lm_head, embed_tokens or norm."
             )
         for name in layers:
-            _refuse_packed(names[name], f"adapter.modules_to_save: {wanted!r}")
-        if not isinstance(targets, str) and wanted in targets:
+            _refuse_packed(names[name], f"adapter.modules_to_save: {module!r}")
+        if not isinstance(targets, str) and module in targets:
             raise ConfigError(
-                f"adapter.modules_to_save: {wanted!r} also gets an adapter. Remove it from this list or from target_modules."
+                f"adapter.modules_to_save: {module!r} also gets an adapter. Remove it from this list or from target_modules."
             )
 
 
 def _targets(model: Any, chosen: list[str]) -> list[str] | str:
-    """Full names as adapter_config.json says them: by last parts where those match nothing else, or an expression."""
+    """The chosen layers as adapter_config.json names them: last parts if these match nothing else, else an expression."""
     prefix = blocks(model)[0]
     names = {name.rpartition(".")[2] for name in chosen}
     if chosen == [name for name, _ in model.named_modules() if name.rpartition(".")[2] in names]:
@@ -223,9 +223,9 @@ def _targets(model: Any, chosen: list[str]) -> list[str] | str:
 
 
 def _adaptable(model: Any) -> list[str]:
-    """Full names of the linear layers in the decoder blocks that read every row's tokens, in calls of their own.
+    """Full names of the linear layers in the decoder blocks that read every row's tokens and are called themselves.
 
-    Named and not tried out, because the model may be sharded, or have shapes and no content (``dpllm plan``).
+    Names decide, not a forward pass, because the model may be sharded or on the meta device (``dpllm plan``).
     """
     prefix, layers = blocks(model)
     linear = []
@@ -233,21 +233,21 @@ def _adaptable(model: Any) -> list[str]:
         if not isinstance(module, (nn.Linear, Conv1D)) or APART & set(name.split(".")):
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
-        # Fused kernels of state-space mixers (Mamba) read every other weight beside its layer.
-        mixer = {"A_log", "D"} <= {own for own, _ in parent.named_parameters(recurse=False)}
+        # Fused kernels of state-space mixers (Mamba) read every other weight without calling its layer.
+        mixer = {"A_log", "D"} <= {parameter for parameter, _ in parent.named_parameters(recurse=False)}
         if mixer and not name.rpartition(".")[2].startswith("in_proj"):
             continue
-        if type(module).__name__.endswith("GroupedLinear"):  # its output has another shape than LoRA's (DeepSeek V4)
+        if type(module).__name__.endswith("GroupedLinear"):  # its output has not the shape of LoRA's (DeepSeek V4)
             continue
         linear.append(name)
-    # peft 0.21 takes the names of linear layers, also of dense and shared ones, for the fused experts that replaced them.
-    asked = PeftLoraConfig(target_modules=linear)
-    convert_peft_config_for_transformers(asked, model, None)
-    return [name for name in linear if name in (asked.target_modules or ())]
+    # peft 0.21 applies the names of linear layers, even dense and shared ones, to the fused experts that replaced them.
+    converted = PeftLoraConfig(target_modules=linear)
+    convert_peft_config_for_transformers(converted, model, None)
+    return [name for name in linear if name in (converted.target_modules or ())]
 
 
 def unfreeze(model: Any, adapter: FrozenConfig) -> None:
-    """Makes the last blocks trainable, and what else the adapter names; a ConfigError where that is nothing, or cannot be."""
+    """Makes the last blocks and what else the adapter names trainable; a ConfigError if that is nothing or impossible."""
     name, layers = blocks(model)
     if adapter.last_blocks > len(layers):
         raise ConfigError(f"adapter.last_blocks is {adapter.last_blocks}, but the base model has {len(layers)} blocks.")

@@ -1,4 +1,4 @@
-"""Base model and tokenizer: as they train, as a small copy for the self-check, and as they are scored.
+"""Loads base model and tokenizer for training and scoring, and builds a small copy for the self-check.
 
 Comes in: the recipe. Goes out: a model whose trainable parameters have requires_grad and are float32, and what is needed
 to score it beside its base. This module must not see data.
@@ -39,17 +39,17 @@ transformers.utils.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated", category=FutureWarning)
 
 SHRUNKEN_BLOCKS, SHRUNKEN_VOCABULARY = 2, 256
-# Of a configuration, what has no part in what a model computes.
+# Keys of a configuration that do not change what the model computes.
 _NO_PART = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
-_REFERENCE = "reference"  # name of the adapter over which scores are gains
+_REFERENCE = "reference"  # name of the adapter that scores are compared with
 Pooling = Literal["mean", "cls"]
-"""Of a sentence encoder: the mean of the states of all tokens, or the state of the first."""
+"""How a sentence encoder pools: the mean of the states of all tokens, or the state of the first."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class ScoringModels:
-    """A tuned model beside its base, both in eval mode."""
+    """A tuned model and its base, both in eval mode."""
 
     tokenizer: Any
     tuned: nn.Module
@@ -58,7 +58,7 @@ class ScoringModels:
 
     @contextlib.contextmanager
     def base(self) -> Iterator[nn.Module]:
-        """The base model: the adapter switched off, or the base checkpoint for frozen-layer runs; or their reference."""
+        """The reference adapter if there is one; else the base model, as tuned without its adapter or as loaded anew."""
         if isinstance(self.tuned, PeftModel) and _REFERENCE in self.tuned.peft_config:
             self.tuned.set_adapter(_REFERENCE)
             try:
@@ -73,7 +73,7 @@ class ScoringModels:
 
 
 def source(name_or_path: str) -> str:
-    """Where transformers finds a model: builtin names become directories of the package, an unknown one is a ConfigError."""
+    """What transformers can load: a builtin name becomes a directory of the package, an unknown one is a ConfigError."""
     return str(builtin.path(name_or_path)) if names.is_builtin(name_or_path) else name_or_path
 
 
@@ -85,7 +85,7 @@ def precision_of(train: TrainConfig, device: torch.device) -> torch.dtype | None
 
 
 def load_tokenizer(model: ModelConfig, data: DataConfig | None = None) -> Any:
-    """The base model's tokenizer, with the chat template of ``data``; one that is not found, or not fast, is a ConfigError."""
+    """The base model's tokenizer, with the chat template of ``data``; a ConfigError if it is missing or not a fast one."""
     try:
         with asking_hub(model.name_or_path):
             tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -95,7 +95,7 @@ def load_tokenizer(model: ModelConfig, data: DataConfig | None = None) -> Any:
         raise _not_found(model, "tokenizer", error) from None
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{model.name_or_path}: has no fast tokenizer, whose offsets are needed to mask tokens. Use a model with a "
+            f"{model.name_or_path}: has no fast tokenizer, and masking tokens needs the offsets of one. Use a model with a "
             "tokenizer.json."
         )
     if data and (template := read_template(data.chat_template)) is not None:
@@ -104,16 +104,16 @@ def load_tokenizer(model: ModelConfig, data: DataConfig | None = None) -> Any:
 
 
 def pooling_of(model: ModelConfig) -> Pooling | None:
-    """How a sentence encoder makes a vector of its states; None: a model is none, but a causal language model.
+    """How a sentence encoder pools its states into a vector; None for a causal language model.
 
-    One is a folder or Hub id as sentence-transformers writes it (modules.json; a pooling of means or first tokens, and lengths
-    of 1), or an encoder of transformers that was trained with masks, whose states are averaged.
+    A sentence encoder is a folder or Hub id in the format of sentence-transformers (modules.json; mean or first-token pooling,
+    vectors of length 1), or a masked language model of transformers, whose states are averaged.
 
     Raises:
-        ConfigError: It has modules of another kind, which would be left out.
+        ConfigError: The encoder has modules of other kinds, which would be ignored.
     """
     silent: dict[str, Any] = {
-        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")
+        f"_raise_exceptions_for_{case}": False for case in ("missing_entries", "connection_errors")
     }
 
     def read(file: str) -> Any:
@@ -134,15 +134,15 @@ def pooling_of(model: ModelConfig) -> Pooling | None:
         if kinds[1:2] == ["Pooling"]:
             settings = read(f"{modules[1]['path']}/config.json")
         chosen = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is not False]
-        usual = kinds in (["Transformer", *some] for some in ([], ["Pooling"], ["Pooling", "Normalize"], ["Normalize"]))
+        usual = kinds in (["Transformer", *rest] for rest in ([], ["Pooling"], ["Pooling", "Normalize"], ["Normalize"]))
         usual &= modules[0]["path"] == "" and [settings.get(name) for name in chosen] == [True]
-    except Exception as error:  # as of a tokenizer
+    except Exception as error:  # the same kinds as for a tokenizer
         raise _not_found(model, "configuration", error) from None
     poolings: dict[str, Pooling] = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
     if not usual or chosen[0] not in poolings:
         raise ConfigError(
-            f"{model.name_or_path}: is a sentence encoder with other parts than a transformer, a pooling by mean or first token "
-            "and a length of 1, so that its vectors would be others here. Use one of those."
+            f"{model.name_or_path}: is a sentence encoder with other parts than a transformer, mean or first-token pooling and "
+            "normalisation, so its vectors would differ here. Use an encoder that has only these."
         )
     return poolings[chosen[0]]
 
@@ -155,10 +155,10 @@ def load_base(
     stay_on_cpu: bool = False,
     kind: Any = transformers.AutoModelForCausalLM,
 ) -> Any:
-    """The base model on its device, with nothing trainable; on the CPU, but of the device's type, with ``stay_on_cpu``.
+    """The base model on its device, with nothing trainable; with ``stay_on_cpu``, on the CPU in the device's dtype.
 
     Raises:
-        ConfigError: It cannot be found, is not of its ``kind`` or does not fit, or quantization has no library.
+        ConfigError: The model is not found, is not of this ``kind`` or does not fit, or quantization has no library.
     """
     if model.dtype != "auto":
         dtype: Any = DTYPES[model.dtype]
@@ -179,61 +179,61 @@ def load_base(
     except Exception as error:
         if memory.out_of_memory(error):
             raise memory.base_does_not_fit(model) from None
-        what = "causal language model" if kind is transformers.AutoModelForCausalLM else "encoder"
-        raise _not_found(model, what, error) from None
+        description = "causal language model" if kind is transformers.AutoModelForCausalLM else "encoder"
+        raise _not_found(model, description, error) from None
 
 
 def positions(net: Any) -> int | None:
-    """How many tokens a model can read at once; None where its configuration does not say, or says -1, as XLNet's."""
+    """How many tokens a model can read at once; None if its configuration does not say, or says -1 as XLNet's does."""
     longest = getattr(net.config.get_text_config(), "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 1 else None
 
 
 def digest(model: Any, tokenizer: Any, pooling: Pooling | None) -> str:
-    """SHA-256 of weights and configuration, of the vocabulary, how a tokenizer reads that as one text, and of the pooling."""
-    known = sorted(tokenizer.get_vocab().items())
-    text = "\n".join(tokenizer.batch_decode([[number] for _, number in known]))  # so that every merge is of use
+    """SHA-256 of weights, configuration, vocabulary, the tokens of the whole vocabulary as one text, and the pooling."""
+    vocab = sorted(tokenizer.get_vocab().items())
+    text = "\n".join(tokenizer.batch_decode([[number] for _, number in vocab]))  # so that every merge is used
     ids, settings = tokenizer(text, verbose=False)["input_ids"], model.config.to_diff_dict()
     settings = {name: value for name, value in sorted(settings.items()) if name not in _NO_PART}
-    content = hashlib.sha256(repr((known, ids, pooling, json.dumps(settings, sort_keys=True, default=str))).encode())
-    # transformers draws a pooler at random where a checkpoint has none, and no state goes through it.
+    content = hashlib.sha256(repr((vocab, ids, pooling, json.dumps(settings, sort_keys=True, default=str))).encode())
+    # Without one in the checkpoint, transformers initialises a pooler at random, and no state goes through it.
     for tensor in (tensor for name, tensor in model.named_parameters() if "pooler" not in name):
         content.update(repr(tensor.shape).encode() + tensor.detach().float().cpu().numpy().tobytes())
     return content.hexdigest()
 
 
 def check_length(config: RunConfig, net: Any) -> None:
-    """Refuses, with a ConfigError, a ``data.max_length`` of more tokens than the model reads."""
+    """Refuses, with a ConfigError, a ``data.max_length`` above the model's context length."""
     longest = positions(net)
     if longest and config.data.max_length > longest:
         raise ConfigError(
-            f"data.max_length {config.data.max_length} is more than the {longest} positions of {config.model.name_or_path}. "
-            f"Set data.max_length to {longest} or less."
+            f"data.max_length {config.data.max_length} is more than the {longest} positions of {config.model.name_or_path}. Set "
+            f"data.max_length to {longest} or less."
         )
 
 
 def build(config: RunConfig, device: torch.device, weights: str | None = None) -> Any:
-    """The model as it trains: a PeftModel or a transformers model, in training mode; what trains is float32.
+    """The model as it trains: a PeftModel or a transformers model, in training mode, with float32 trainable parameters.
 
-    ``train.seed`` seeds the adapter's initialisation. Where the launcher asks for it, its frozen weights are sharded over the
-    ranks, which must all be here. ``weights`` is the SHA-256 that the weights of ``model.adapter`` must have.
+    ``train.seed`` seeds the adapter's initialisation. If the launcher asks for it, frozen weights are sharded over the ranks,
+    which must all call this. ``weights`` is the SHA-256 that the weights of ``model.adapter`` must have.
 
     Raises:
-        ConfigError: The adapter matches nothing, or would train weights that are packed in few bits.
-        Refused: The model cannot be sharded, its 8-bit products couple rows, or ``model.adapter`` has other weights.
+        ConfigError: The adapter matches no layer, or would train quantised weights. Refused: The model cannot be sharded, its
+            8-bit products couple rows, or ``model.adapter`` has other weights.
     """
     tell("Loading the model", public=True)
     sharded = sharding.requested()
     if sharded:
         sharding.check(config)
     torch.manual_seed(config.train.seed)
-    # Autocast lets float32 blocks read a low-precision base; without it both must be float32.
+    # With autocast, float32 blocks can read a low-precision base; without it, both must be float32.
     frozen_float32 = isinstance(config.adapter, FrozenConfig) and config.train.precision in {"auto", "fp32"}
-    # With fsdp_cpu_ram_efficient_loading, accelerate's default, transformers may leave weights of all ranks but one empty, and
-    # expects accelerate to fill them. Ranks of one machine share what is mapped from safetensors, if model.dtype is the file's.
+    # With fsdp_cpu_ram_efficient_loading, accelerate's default, transformers may leave the weights empty on all ranks but one,
+    # and expects accelerate to fill them. Ranks of one machine share mapped safetensors if model.dtype is the file's.
     with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false") if sharded else contextlib.nullcontext():
         model = load_base(config.model, device, force_float32=frozen_float32, stay_on_cpu=sharded)
-    if processes.several() and not sharded:  # of a sharded one, while it moves to its devices
+    if processes.several() and not sharded:  # a sharded model is checked while it moves to its devices
         processes.check_equal(
             {"the fingerprint of the loaded weights": f"{processes.fingerprint(model.parameters()):x}"}
         )
@@ -244,9 +244,9 @@ def build(config: RunConfig, device: torch.device, weights: str | None = None) -
             parameter.data = parameter.data.float()
     if config.model.adapter is not None:
         adapters.start_from(model, Path(config.model.adapter), weights)
-    if processes.several():  # a frozen factor too, which no step compares
-        own = (p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name)
-        processes.check_equal({"the adapter or layers that training starts from": f"{processes.fingerprint(own):x}"})
+    if processes.several():  # frozen factors too, which no step compares
+        tuned = (p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name)
+        processes.check_equal({"the adapter or layers that training starts from": f"{processes.fingerprint(tuned):x}"})
     if sharded:
         sharding.shard(model, adapters.blocks(model)[0], device)
     return model.train()
@@ -255,24 +255,24 @@ def build(config: RunConfig, device: torch.device, weights: str | None = None) -
 def shrunken(config: RunConfig, model: Any, device: torch.device) -> Any:
     """Two blocks of the same architecture with random float32 weights, a vocabulary of 256, and the same adapter.
 
-    The engine checks itself on it to 1e-3 where the precision of the real model hides smaller errors.
+    The engine checks itself on it to 1e-3 if the precision of the real model would hide smaller errors.
 
     Raises:
         Refused: The architecture cannot be built from its configuration alone.
     """
     small = copy.deepcopy(model.config)
-    text = small.get_text_config()  # of a model that reads images too; itself elsewhere
-    layers, kept = text.num_hidden_layers, min(SHRUNKEN_BLOCKS, text.num_hidden_layers)
-    text.num_hidden_layers = kept
+    text = small.get_text_config()  # of a model that also reads images; else the configuration itself
+    layers, num_blocks = text.num_hidden_layers, min(SHRUNKEN_BLOCKS, text.num_hidden_layers)
+    text.num_hidden_layers = num_blocks
     for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == layers:  # the kind of each block
-            setattr(text, name, value[:kept])
+        if isinstance(value, list) and len(value) == layers:  # a value for each block
+            setattr(text, name, value[:num_blocks])
     text.vocab_size = SHRUNKEN_VOCABULARY
     if hasattr(small, "quantization_config"):
         del small.quantization_config
     adapter = config.adapter
     if isinstance(adapter, FrozenConfig):
-        adapter = adapter.changed({"last_blocks": min(adapter.last_blocks, kept)})
+        adapter = adapter.changed({"last_blocks": min(adapter.last_blocks, num_blocks)})
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         try:
@@ -282,7 +282,7 @@ def shrunken(config: RunConfig, model: Any, device: torch.device) -> Any:
             )
             net = net.to(device).requires_grad_(False)
             net = adapters.attach(net, config.changed({"adapter": adapter}))
-        except Exception as error:  # whatever a model class of the Hub raises
+        except Exception as error:  # model classes of the Hub raise anything
             raise Refused(
                 f"the self-check needs a small float32 copy of {type(model).__name__}, which could not be built "
                 f"({type(error).__name__}). Set train.precision: fp32 and model.dtype: float32."
@@ -292,27 +292,27 @@ def shrunken(config: RunConfig, model: Any, device: torch.device) -> Any:
 
 
 def without_dropout(model: nn.Module) -> dict[str, float]:
-    """Switches off, in place, what drops at random: masks of a whole batch would let one unit change what others add.
+    """Switches dropout off, in place: with masks of a whole batch, one unit would change the contributions of others.
 
-    Modules for dropout, and rates that modules and their configurations name so, among them layer drop. The configuration
-    that the model exports keeps the values of the base model. What has other names is found by the self-check.
+    Covers dropout modules, and rates (layer drop too) whose names in modules and their configurations contain "drop". The
+    configuration that the model exports keeps the values of the base model. The self-check finds dropout under other names.
 
     Returns:
-        The rates that were not zero, by the last part of their names: public.
+        The rates that were not zero, by the last part of their names; public.
     """
     exported = {id(model), id(model.get_base_model()) if isinstance(model, PeftModel) else id(model)}
-    settings: dict[int, tuple[Any, Any]] = {}  # the original is kept, so that its id stays its own
+    settings: dict[int, tuple[Any, Any]] = {}  # keeps the original alive, so that no other object gets its id
     rates: dict[str, float] = {}
     for path, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
             rates[path.rpartition(".")[2]], module.p = module.p, 0.0
         rates |= _zeroed(module)
-        own = vars(module).get("config")
-        if isinstance(own, transformers.PretrainedConfig) and id(module) not in exported:
-            if id(own) not in settings:
-                settings[id(own)] = own, copy.deepcopy(own)
-                rates |= _zeroed(settings[id(own)][1])
-            module.config = settings[id(own)][1]  # Falcon reads its rates from there as it runs
+        module_config = vars(module).get("config")
+        if isinstance(module_config, transformers.PretrainedConfig) and id(module) not in exported:
+            if id(module_config) not in settings:
+                settings[id(module_config)] = module_config, copy.deepcopy(module_config)
+                rates |= _zeroed(settings[id(module_config)][1])
+            module.config = settings[id(module_config)][1]  # Falcon reads its rates from there as it runs
     return dict(sorted(rates.items()))
 
 
@@ -326,21 +326,21 @@ def _zeroed(owner: Any) -> dict[str, float]:
 
 
 def load_for_scoring(config: RunConfig, export: Path, device: torch.device) -> ScoringModels:
-    """Loads what a run exported, as a stranger would, beside its base.
+    """Loads what a run exported, as any reader would, together with its base.
 
     Raises:
         ConfigError: The export directory holds no weights.
         Refused: A weight is not finite.
     """
     if not any(export.glob("*.safetensors")):
-        raise ConfigError(f"{export}: holds no weights; the run did not finish. Run dpllm train again, or resume it.")
+        raise ConfigError(f"{export}: holds no weights: the run did not finish. Run dpllm train again, or resume it.")
     tokenizer = load_tokenizer(config.model, config.data)
     if isinstance(config.adapter, LoraConfig):
         tuned: Any = PeftModel.from_pretrained(load_base(config.model, device), str(export))
         reference = config.objective.reference(config.model.adapter)
         if reference is not None:
             if not Path(reference).is_dir():
-                raise ConfigError(f"model.adapter {reference}: is not here, and scores are gains over it. Put it back.")
+                raise ConfigError(f"model.adapter {reference}: is missing, and scores need it. Put it back.")
             tuned.load_adapter(reference, _REFERENCE)
     else:
         tuned = transformers.AutoModelForCausalLM.from_pretrained(str(export), dtype=torch.float32).to(device)
@@ -349,7 +349,7 @@ def load_for_scoring(config: RunConfig, export: Path, device: torch.device) -> S
 
 
 def check_finite(model: Any, where: str) -> None:
-    """Refuses, with Refused, a weight that is no finite number; that all are follows from them, and tells no more."""
+    """Refuses, with Refused, a weight that is not finite; the outcome follows from the weights alone."""
     for name, tensor in model.named_parameters():
         if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
             raise Refused(
@@ -361,17 +361,17 @@ def check_finite(model: Any, where: str) -> None:
 def _quantization(bits: str, dtype: Any) -> Any:
     need("bitsandbytes", "model.quantization")
     if bits == "8bit":
-        # The default of 6 takes columns out of the 8-bit product wherever any token of the batch is that large.
+        # With the default of 6, one large token anywhere in the batch takes columns out of everyone's 8-bit product.
         return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     compute = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
     return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
 
 
 def _keep_layout(base: Any) -> None:
-    """Keeps 4-bit weights as they were loaded; nothing to do where there are none.
+    """Keeps 4-bit weights in the layout in which they were loaded.
 
-    In evaluation on a CPU with AVX512-BF16, bitsandbytes 0.50 packs them anew for a kernel that no gradient passes, and later
-    training goes through it too. Can go when Linear4bit.forward unpacks them for training.
+    In evaluation on a CPU with AVX512-BF16, bitsandbytes 0.50 repacks them for a kernel without a backward pass, and later
+    training uses it too. Can go when Linear4bit.forward unpacks them for training.
     """
     for module in base.modules():
         if type(module).__name__ == "Linear4bit":
@@ -379,7 +379,7 @@ def _keep_layout(base: Any) -> None:
 
 
 def check_outliers(model: Any) -> None:
-    """Refuses LLM.int8() with its outlier columns, which a checkpoint may bring along: rows would decide how others round."""
+    """Refuses a checkpoint quantised by LLM.int8() with outlier columns: one row would change how others round."""
     settings = getattr(model.config, "quantization_config", None)
     if getattr(settings, "load_in_8bit", False) and getattr(settings, "llm_int8_threshold", 0.0) > 0:
         raise Refused(
@@ -389,11 +389,11 @@ def check_outliers(model: Any) -> None:
 
 
 def check_vocabulary(model: Any, tokenizer: Any) -> None:
-    """Refuses a tokenizer that knows more tokens than the model: an error about a text with one of them would tell of it."""
-    if len(tokenizer) > (known := model.get_input_embeddings().weight.shape[0]):
+    """Refuses a tokenizer with more tokens than the model: an error about a text with such a token would reveal it."""
+    if len(tokenizer) > (embeddings := model.get_input_embeddings().weight.shape[0]):
         raise ConfigError(
-            f"the tokenizer knows {len(tokenizer):,} tokens and the model {known:,}, so that texts with the others cannot be "
-            "read. Use the tokenizer that belongs to the model."
+            f"the tokenizer has {len(tokenizer):,} tokens and the model {embeddings:,}, so texts with the other tokens cannot be "
+            "read. Use the model's own tokenizer."
         )
 
 

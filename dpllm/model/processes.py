@@ -1,8 +1,8 @@
-"""The processes of one run, called ranks: what they run on, how they find each other, what they tell each other.
+"""The processes of one run, called ranks: what they run on, how they find each other, what they exchange.
 
-Comes in: what the launcher put into the environment; values of one rank. Goes out: the same values on all ranks, or a refusal
-where they differ, all of it a no-op in a run of one process; versions and hardware, without names of hosts or users, or paths.
-Must not know what is trained.
+Comes in: what the launcher put into the environment; values of one rank. Goes out: the same values on all ranks, or a refusal if
+they differ (no-ops in a run of one process); versions and hardware, without host names, user names or paths. Must not know what
+is trained.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ import dpllm
 from dpllm.errors import ConfigError, DpllmError, Refused
 
 T = TypeVar("T")
-# dpllm.run.failures ends a run whose ranks no longer answer; the group's own time-out would also end one whose rank 0 tokenises.
-TO_COME = datetime.timedelta(minutes=10)  # until all processes are there
+# dpllm.run.failures ends a run whose ranks no longer answer; the group's time-out would also end one while rank 0 tokenises.
+TO_COME = datetime.timedelta(minutes=10)  # until all processes have joined
 NEVER = datetime.timedelta(days=30)
-PIECE = 2**22  # numbers of which a fingerprint is taken at once
+PIECE = 2**22  # numbers that are fingerprinted at a time
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # less than 64 bits: their sign must count
 PACKAGES = (
     *("torch", "transformers", "peft", "opacus", "accelerate", "datasets", "safetensors", "dp-accounting"),
@@ -44,11 +44,11 @@ KERNELS = (
     *("ATEN_", "ONEDNN_", "DNNL_", "MKL_", "OPENBLAS_", "BLIS_", "TORCH_ALLOW_TF32", "TORCH_BLAS"),
     *("CUBLAS_", "CUDNN_", "NVIDIA_TF32", "HIPBLAS", "ROCBLAS_", "PYTORCH_TUNABLEOP"),
 )
-"""How the names of variables begin that choose among kernels. Threads are counted, and where they run does not matter."""
+"""Prefixes of environment variables that choose among kernels. Threads are counted; where they run does not matter."""
 
 
 def versions() -> dict[str, str]:
-    """Version of dpllm, Python and every package that the result depends on; "missing" where there is none."""
+    """Versions of dpllm, Python and every package that the result depends on; "missing" if a package is not installed."""
     packages = {"dpllm": dpllm.__version__, "python": platform.python_version(), **dict.fromkeys(PACKAGES, "missing")}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -57,7 +57,7 @@ def versions() -> dict[str, str]:
 
 
 def kernels(device: torch.device) -> dict[str, Any]:
-    """What decides how this process rounds: kind of device, instruction sets and caches, threads, variables of the kernels."""
+    """Everything that decides how this process rounds: device type, instruction set, caches, threads, kernel variables."""
     facts: dict[str, Any] = {"the kind of device": device.type, "the number of threads": torch.get_num_threads()}
     facts["the instruction set"] = torch.backends.cpu.get_cpu_capability()
     if device.type == "cuda":
@@ -83,16 +83,16 @@ def join() -> PartialState:
     """This process's place among the ranks: device, index, number.
 
     Raises:
-        ConfigError: The launcher started several processes that found no group; each would train alone, and charge. Or more
-            processes than this machine has GPUs.
+        ConfigError: The launcher started several processes that form no group, so each would train and charge alone; or it
+            started more processes than this machine has GPUs.
     """
     check_devices()
     try:  # without cpu, accelerate starts no gloo group
         state = PartialState(cpu=not torch.accelerator.is_available(), timeout=TO_COME)
     except distributed.DistError as error:
         raise DpllmError(
-            f"the processes did not find each other within {TO_COME.seconds // 60} minutes: one ended earlier (its own messages "
-            "say why), or the address or port of the first cannot be reached. Nothing was reserved. Start all again."
+            f"the processes did not find each other within {TO_COME.seconds // 60} minutes: one ended earlier (its own output "
+            "says why), or the address or port of the first cannot be reached. Nothing was reserved. Start all of them again."
         ) from error
     if several():
         _set_pg_timeout(NEVER)
@@ -118,7 +118,7 @@ def check_devices() -> None:
 
 
 def several() -> bool:
-    """There is more than this one."""
+    """Whether the run has more than one process."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
@@ -140,7 +140,7 @@ def totals(*values: float) -> tuple[float, ...]:
     return tuple(numbers.tolist())
 
 
-def least(value: int) -> int:
+def minimum(value: int) -> int:
     """The smallest of all ranks' values."""
     if not several():
         return value
@@ -150,7 +150,7 @@ def least(value: int) -> int:
 
 
 def check_equal(facts: Mapping[str, Any]) -> None:
-    """Refuses, with a ConfigError, a fact that has another value, or none, on some rank; names fact, rank and both values."""
+    """Refuses, with a ConfigError, a fact that differs or is missing on some rank; names the fact, the rank and both values."""
     if unequal := _first_unequal(facts):
         raise ConfigError(
             f"{unequal}, so they would not train the same model. Install, copy and type the same on every machine."
@@ -158,10 +158,10 @@ def check_equal(facts: Mapping[str, Any]) -> None:
 
 
 def check_rounding(facts: Mapping[str, Any]) -> None:
-    """Makes sure that nothing is known by which ranks would round differently.
+    """Refuses ranks of which a fact is known that would make them round differently.
 
-    Which rank computes a unit follows from how many units were drawn before it. One unit more would move others to a rank that
-    rounds them in another way, and the sum with them, by more than the noise hides.
+    The rank that computes a unit depends on how many units were drawn before it. One unit more would move others to ranks that
+    round them differently, and so change the sum by more than the noise hides.
 
     Raises:
         Refused: A fact has another value, or is missing, on some rank; names the fact, the rank and both values.
@@ -174,31 +174,31 @@ def check_rounding(facts: Mapping[str, Any]) -> None:
 
 
 def _first_unequal(facts: Mapping[str, Any]) -> str:
-    """The first fact that differs between rank 0 and another one, with both values; empty if there is none."""
+    """The first fact that differs between rank 0 and another rank, with both values; empty if none does."""
     if not several():
         return ""
-    each: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(each, dict(facts))
-    for rank, others in enumerate(each):
-        for name in sorted(each[0].keys() | others.keys()):
-            own, other = each[0].get(name, "missing"), others.get(name, "missing")
-            if own != other:
-                return f"{name} is {own} in process 0 and {other} in process {rank}"
+    all_facts: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(all_facts, dict(facts))
+    for rank, theirs in enumerate(all_facts):
+        for name in sorted(all_facts[0].keys() | theirs.keys()):
+            expected, other = all_facts[0].get(name, "missing"), theirs.get(name, "missing")
+            if expected != other:
+                return f"{name} is {expected} in process 0 and {other} in process {rank}"
     return ""
 
 
 def salted(secret: str) -> str:
-    """A hash of a secret that ranks may compare and show: of no use without the salt, which is never kept."""
+    """A hash of a secret that ranks may compare and print: useless without the salt, which is never stored."""
     salt = shared(secrets.token_bytes(16))
     return hashlib.blake2b(secret.encode(), salt=salt, digest_size=4).hexdigest()
 
 
 def check_same_weights(parameters: Iterable[Tensor], step: int) -> None:
-    """Refuses, with Refused, ranks that do not hold bit for bit the same trainable parameters."""
+    """Raises Refused unless all ranks hold the same trainable parameters, bit for bit."""
     if not several():
         return
-    here = torch.tensor(fingerprint(parameters), dtype=torch.int64, device=_device())
-    both = torch.stack([here, ~here])  # ~x falls as x rises, and has no value that cannot be turned round
+    number = torch.tensor(fingerprint(parameters), dtype=torch.int64, device=_device())
+    both = torch.stack([number, ~number])  # ~x falls as x rises, and unlike -x it exists for every x
     distributed.all_reduce(both, op=distributed.ReduceOp.MAX)
     if int(both[0]) != ~int(both[1]):
         raise Refused(
@@ -209,10 +209,10 @@ def check_same_weights(parameters: Iterable[Tensor], step: int) -> None:
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """64 bits that change with any bit of any tensor, and with their order; computed where the tensors lie.
+    """64 bits that change with any bit of any tensor and with their order; computed on the tensors' devices.
 
-    A sum modulo 2^64 of each number's bits times an odd factor that depends on its place. Any one changed bit changes it;
-    it is no protection against someone who forges. Of a sharded tensor, the part that lies here.
+    The sum modulo 2^64 of each number's bits times an odd factor that depends on its position. Any one changed bit changes it; it
+    does not protect against forgery. Of a sharded tensor, only this rank's part counts.
     """
     total = 0
     for index, tensor in enumerate(tensors):
@@ -227,46 +227,46 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
 
 
 def _odd(place: Tensor) -> Tensor:
-    """An odd factor for each place, by a mixing step of splitmix64 (Steele et al. 2014); int64 wraps around."""
+    """An odd factor for each position, by a mixing step of splitmix64 (Steele et al. 2014); int64 wraps around."""
     mixed = place * -7_046_029_254_386_353_131
     mixed ^= mixed >> 31
     return mixed * -7_723_592_293_110_705_685 | 1
 
 
 def replicate(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Rank 0's values of the parameters, and its optimizer's state of them, on every rank."""
+    """Copies rank 0's parameters and optimizer state to every rank."""
     if not several():
         return
     for parameter in parameters:
         distributed.broadcast(parameter.data, src=0)
-    kept = optimizer.state_dict()
+    saved = optimizer.state_dict()
 
-    # Shapes and what is no tensor travel pickled, tensors as they are.
+    # Shapes and values other than tensors are sent pickled, tensors as they are.
     def described(value: Any) -> tuple[Any, torch.Size | None, torch.dtype | None]:
         return (None, value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else (value, None, None)
 
-    whole = {key: {name: described(value) for name, value in entry.items()} for key, entry in kept["state"].items()}
+    shapes = {key: {name: described(value) for name, value in entry.items()} for key, entry in saved["state"].items()}
     state: dict[Any, dict[str, Any]] = {}
-    for key, entry in shared(whole).items():
+    for key, entry in shared(shapes).items():
         state[key] = {}
         for name, (value, shape, dtype) in entry.items():
             if shape is not None:
-                value = kept["state"].get(key, {}).get(name)
+                value = saved["state"].get(key, {}).get(name)
                 value = torch.empty(shape, dtype=dtype, device=_device()) if value is None else value
                 distributed.broadcast(value, src=0)
             state[key][name] = value
-    optimizer.load_state_dict({**kept, "state": state})
+    optimizer.load_state_dict({**saved, "state": state})
 
 
 def _device() -> torch.device:
-    """Where the group's backend reads tensors."""
+    """The device from which the group's backend reads tensors."""
     device: torch.device = PartialState().device
     return device
 
 
 @contextlib.contextmanager
 def stop_signal() -> Iterator[list[int]]:
-    """Collects Ctrl-C and SIGTERM, so that the loop stops between steps; a second Ctrl-C stops at once."""
+    """Records Ctrl-C and SIGTERM, so that the loop stops between steps; a second Ctrl-C stops at once."""
     received: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
@@ -284,7 +284,7 @@ def stop_signal() -> Iterator[list[int]]:
 
 
 def ahead(make: Callable[[], T], times: int) -> Generator[T]:
-    """What ``make`` returns, so many times; the next is made in a thread while the caller works on the last."""
+    """Yields ``make()`` ``times`` times; a thread makes the next value while the caller works on the last."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         waiting = thread.submit(make) if times else None
         for number in range(times):

@@ -1,11 +1,11 @@
-"""A base model that no device holds whole: its frozen weights, cut over the ranks by torch's FSDP2.
+"""Shards a base model too large for one device: its frozen weights, over the ranks, by torch's FSDP2.
 
 Comes in: what `accelerate launch` put into the environment, and a model on the CPU that is ready to train. Goes out: the same
-model on its devices, of which each rank keeps a part of every decoder block. What trains is left alone: whole, in float32 and
-equal on every rank, so that clipping, noise and checkpoints need no word about sharding. Must not know data or the Plan.
+model on its devices; each rank keeps a part of every decoder block. Trainable parameters stay whole, in float32 and equal on
+every rank, so that clipping, noise and checkpoints need not know about sharding. Must not know data or the Plan.
 
-A block is gathered for its forward pass, dropped, gathered again for its backward pass, and dropped. Every forward and every
-backward pass is therefore a meeting of all ranks: a rank with fewer rows than the others runs dummy rows.
+A block is gathered for its forward pass, freed, gathered again for its backward pass, and freed. All ranks therefore take part in
+every forward and backward pass: a rank with fewer rows than the others runs dummy rows.
 
 References:
     Zhao et al. 2023, PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel (the idea; fully_shard is its second
@@ -31,7 +31,7 @@ from dpllm.privacy.loss import in_eval_mode
 from dpllm.recipe.config import LoraConfig, RunConfig
 
 QUANTISED = (
-    "quantised weights are stored with separate scales, from which sharding would separate them. Set model.quantization: null "
+    "quantised weights have scales that are stored separately, and sharding would split the two. Set model.quantization: null "
     "and name an unquantised model, or launch with recipes/accelerate/gpu_ddp.yaml: a quantised base is much smaller."
 )
 
@@ -42,11 +42,11 @@ def requested() -> bool:
 
 
 def check(config: RunConfig) -> None:
-    """What recipe and launch file show, before anything is loaded.
+    """Checks recipe and launch file, before anything is loaded.
 
     Raises:
-        Refused: The recipe trains what would be sharded, or the launch file asks for what cannot be held.
-        ConfigError: There is one process only.
+        Refused: The recipe trains weights that would be sharded, or the launch file has an unsupported setting.
+        ConfigError: There is only one process.
     """
     if not isinstance(config.adapter, LoraConfig):
         raise Refused(
@@ -65,11 +65,11 @@ def check(config: RunConfig) -> None:
 
 
 def _plugin() -> FullyShardedDataParallelPlugin:
-    """What accelerate reads in the environment."""
-    version = os.environ.get("FSDP_VERSION", "1")  # accelerate's default, whose plugin has other words for the rest
+    """The plugin that accelerate builds from the environment."""
+    version = os.environ.get("FSDP_VERSION", "1")  # accelerate's default, whose plugin names settings differently
     if version != "2":
         raise Refused(
-            f"fsdp_version is {version}: it flattens a layer's weights into one, trained and frozen together, so an "
+            f"fsdp_version is {version}: it flattens all weights of a layer, trained and frozen, into one tensor, so an "
             "adapter's per-example gradients cannot be separated. Set fsdp_version: 2, as recipes/accelerate/gpu_fsdp2.yaml does."
         )
     try:
@@ -79,14 +79,14 @@ def _plugin() -> FullyShardedDataParallelPlugin:
 
 
 def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
-    """What of a launch file cannot be honoured."""
+    """Refuses settings of a launch file that are not supported."""
     wrap = "TRANSFORMER_BASED_WRAP"
     checkpointing = "false, and model.gradient_checkpointing: true in the recipe"
-    unsupported = {  # key -> whether it is set otherwise, and what to set
+    unsupported = {  # key -> whether it has an unsupported value, and what to set
         "fsdp_offload_params": (isinstance(plugin.cpu_offload, CPUOffloadPolicy), "false"),
         "fsdp_reshard_after_forward": (not plugin.reshard_after_forward, "true"),
         "fsdp_activation_checkpointing": (plugin.activation_checkpointing, checkpointing),
-        # The plugin makes one value of NO_WRAP and of nothing.
+        # The plugin does not distinguish NO_WRAP from no value.
         "fsdp_auto_wrap_policy": (os.environ.get("FSDP_AUTO_WRAP_POLICY", wrap).upper() != wrap, wrap),
         "fsdp_transformer_layer_cls_to_wrap": (bool(plugin.transformer_cls_names_to_wrap), "null"),
         "fsdp_ignored_modules": (bool(plugin.ignored_modules), "null"),
@@ -95,42 +95,42 @@ def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
     for key, (is_set, instead) in unsupported.items():
         if is_set:
             raise Refused(
-                f"the launch file's {key} is not supported: dpllm gathers one decoder block at a time, on the device, and "
-                f"drops it again, and nothing else was ever tested. Set it to {instead}."
+                f"the launch file's {key} is not supported: dpllm gathers one decoder block at a time on the device and frees it "
+                f"again, and no other setting is tested. Set it to {instead}."
             )
 
 
 def shard(model: Any, blocks: str, device: torch.device) -> None:
-    """Moves a model to its device, one decoder block after the other, and keeps this rank's part of each.
+    """Moves a model to its device, one decoder block after another, and keeps this rank's part of each.
 
-    Input embedding and output head are cut as well, where they are two. A tied one is needed from the first layer to the last,
-    so that cutting it would save nothing while it matters; with the final norm and positions it stays whole.
+    Input embedding and output head are sharded too, unless they are tied: a tied one is needed from the first layer to the last,
+    so sharding it would save no peak memory. It stays whole, as final norm and positions do.
 
     Args:
-        model: On the CPU, with its adapter, equal on all ranks; called as a whole ever after. Its frozen parameters keep their
-            type; they become DTensors.
+        model: On the CPU, with its adapter, equal on all ranks; from then on always called as a whole. Its frozen parameters keep
+            their dtype and become DTensors.
         blocks: Name of its list of decoder blocks.
         device: This rank's.
 
     Raises:
         ConfigError: The ranks loaded different weights, or one rank's part does not fit.
-        Refused: Parts of the model share frozen weights or are quantised, or it uses some outside their layer.
+        Refused: Parts of the model share frozen weights or are quantised, or it uses weights outside their layer.
     """
     units = [*model.get_submodule(blocks), *_ends(model)]
     cut = _to_cut(units)
     world = distributed.get_world_size()
     mesh = init_device_mesh(device.type, (world,))
-    whole = {parameter for parameter in model.parameters() if id(parameter) not in cut}
+    unsharded = {parameter for parameter in model.parameters() if id(parameter) not in cut}
     fingerprint = 0
     try:
         for unit in units:
             fingerprint += _place(unit, device)
-            # Resharding after every forward pass keeps the ranks alike whatever one of them does with its state_dict alone.
-            fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+            # Resharding after every forward pass keeps the ranks in step, whatever a single one does with its state_dict.
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=unsharded)
         fingerprint += _place(model, device)  # what is left
         processes.check_equal({"the fingerprint of the loaded weights": f"{fingerprint:x}"})
-        # Nothing of its own; the root, through which the others know each other.
-        fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+        # The root shards nothing itself; it connects the others.
+        fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=unsharded)
         _try(model, device)
     except (RuntimeError, MemoryError) as error:
         if not memory.out_of_memory(error):
@@ -142,11 +142,11 @@ def shard(model: Any, blocks: str, device: torch.device) -> None:
 
 
 def _ends(model: Any) -> list[nn.Module]:
-    """Embedding and head, if they share nothing; without adapters around them, whose class is the key to their rule."""
+    """Embedding and head, unless they are tied; without the adapters around them, whose class selects their layer rule."""
     ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
     layers = [[layer for name, layer in end.named_modules() if "lora_" not in name and _frozen(layer)] for end in ends]
-    frozen = [{id(p) for layer in some for p in _frozen(layer)} for some in layers]
-    return [] if len(ends) == 2 and frozen[0] & frozen[1] else [layer for some in layers for layer in some]
+    frozen = [{id(p) for layer in parts for p in _frozen(layer)} for parts in layers]
+    return [] if len(ends) == 2 and frozen[0] & frozen[1] else [layer for parts in layers for layer in parts]
 
 
 def _frozen(layer: nn.Module) -> list[nn.Parameter]:
@@ -154,7 +154,7 @@ def _frozen(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _to_cut(units: list[nn.Module]) -> set[int]:
-    """Identities of the units' frozen parameters, adapters' aside; a number without dimension cannot be cut."""
+    """Ids of the units' frozen parameters, except adapters' and scalars, which cannot be sharded."""
     cut: set[int] = set()
     for unit in units:
         if any(not p.is_floating_point() for p in unit.parameters()):
@@ -171,7 +171,7 @@ def _to_cut(units: list[nn.Module]) -> set[int]:
 
 
 def _place(module: nn.Module, device: torch.device) -> int:
-    """Moves what is not sharded yet; returns its fingerprint."""
+    """Moves parameters and buffers that are not sharded yet; returns the parameters' fingerprint."""
     parameters = [p for p in module.parameters() if not isinstance(p, DTensor)]
     for tensor in (*parameters, *module.buffers()):
         tensor.data = tensor.data.to(device)
@@ -179,7 +179,7 @@ def _place(module: nn.Module, device: torch.device) -> int:
 
 
 def _try(model: Any, device: torch.device) -> None:
-    """One forward pass from the top, which tells every part where the top is; and that the model bears it."""
+    """Runs one forward pass, which initialises FSDP from the root and shows that the model works when sharded."""
     try:
         with in_eval_mode(model):
             ids_RT = torch.zeros((1, 2), dtype=torch.long, device=device)

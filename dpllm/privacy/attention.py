@@ -1,10 +1,10 @@
-"""Attention row by row, inside a pass in which rows lie one after the other.
+"""Computes attention row by row in a pass that concatenates rows.
 
-Comes in: a model of transformers, whose attention goes through its attention interface; the rows of a pass. Goes out: the same
-model, which for the time of a ``with`` block attends within rows. Everywhere else it has its own attention.
+Comes in: a model of transformers that uses its attention interface; the rows of a pass. Goes out: the same model, which attends
+within rows during a ``with`` block and has its own attention otherwise.
 
-A row is computed by itself, in a shape that follows from its own length: one call for each row or, on a GPU in low precision,
-one call of FlashAttention for ragged rows, which gives a row the same bits beside any others.
+Each row is computed by itself, in a shape that depends on its own length: one call for each row or, on a GPU in low precision,
+one call of FlashAttention for ragged rows, which gives a row the same bits whatever the other rows.
 
 Shape suffixes: H heads, M tokens of a pass, L tokens of a row, d of a head.
 """
@@ -33,28 +33,28 @@ with contextlib.suppress(ImportError):  # before torch 2.10
     _VARLEN = varlen.varlen_attn
     _VARLEN_OPTIONS = frozenset(inspect.signature(varlen.varlen_attn).parameters)
 
-# Rows of one call, empty ones among them: FlashAttention splits a row's queries where rows and heads are fewer than a GPU's
+# Rows of one call, including empty ones: FlashAttention splits a row's queries if rows times heads are fewer than the GPU's
 # multiprocessors.
 MANY_ROWS = 256
-NAME = "dpllm_packed"  # as transformers knows it
-# What transformers hands to every attention and what changes nothing within a row without a cache.
+NAME = "dpllm_packed"  # registered with transformers
+# Arguments that transformers passes to every attention and that change nothing within a row without a cache.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
 HARMLESS |= {"is_causal", "return_dict", "logits_to_keep", "num_items_in_batch", "position_embeddings", "layer_idx"}
 HARMLESS |= {"output_router_logits"}
 
 
 class Layout:
-    """The rows of the pass that runs."""
+    """The rows of the running pass."""
 
     def __init__(self, rows: Sequence[Segment], longest: int) -> None:
-        """Rows from the first token on, without gaps; ``longest`` tokens of one at most, public."""
+        """Rows from the first token on, without gaps; ``longest`` is the public maximum of their tokens."""
         self.rows, self.longest = rows, max([longest, *(row.stop - row.start for row in rows)])
         self._boundaries: Tensor | None = None
 
     def boundaries(self, tokens: int, device: torch.device) -> Tensor:
-        """Where each row begins, and each piece of the padding behind them; then the end, again and again.
+        """Starts of the rows and of the pieces of padding after them, then the end repeated.
 
-        So many that a kernel which cuts its work by their number never does.
+        There are so many that a kernel that splits its work by their number never splits.
         """
         if self._boundaries is None or self._boundaries.device != device:
             stop = self.rows[-1].stop if self.rows else 0
@@ -64,33 +64,33 @@ class Layout:
         return self._boundaries
 
 
-_layouts: list[Layout] = []  # innermost last; checkpointing reads it again in the backward pass
+_layouts: list[Layout] = []  # innermost last; checkpointing also reads it in the backward pass
 
 
 class RowAttention:
-    """Switches a model's attention; made once for each model."""
+    """Switches the attention of a model; one object per model."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Finds every configuration that a layer reads its attention from."""
+        """Finds every configuration from which a layer reads its attention."""
         configs = {id(config): config for module in model.modules() for config in _configs(module)}
         self._configs = list(configs.values())
 
     @contextlib.contextmanager
-    def of(self, some: Pass) -> Iterator[None]:
-        """Attention within the rows of a pass, in its forward and backward pass; its own for an example by itself."""
-        if some.position_ids_1M is None:
+    def of(self, batch: Pass) -> Iterator[None]:
+        """Attends within the rows of a pass, forward and backward; an example by itself keeps the model's own attention."""
+        if batch.position_ids_1M is None:
             yield
             return
         before = [config._attn_implementation_internal for config in self._configs]
         for config in self._configs:
             config._attn_implementation_internal = NAME
-        _layouts.append(Layout(some.rows, some.longest))
+        _layouts.append(Layout(batch.rows, batch.longest))
         try:
             yield
         finally:
             _layouts.pop()
-            for config, own in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = own
+            for config, original in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = original
 
 
 def _configs(module: nn.Module) -> Iterator[PretrainedConfig]:
@@ -103,13 +103,13 @@ def _configs(module: nn.Module) -> Iterator[PretrainedConfig]:
 
 
 def attends_by_interface(model: nn.Module) -> bool:
-    """Whether a model's attention goes through transformers' interface, as its class says; others read rows by themselves."""
+    """Whether a model uses transformers' attention interface, according to its classes; other models read rows one by one."""
     classes = {type(module) for module in model.modules()}
     return any(getattr(kind, "_supports_attention_backend", False) for kind in classes)
 
 
 class Options(NamedTuple):
-    """What a layer says of its attention."""
+    """Attention settings of a layer."""
 
     scaling: float | None = None
     sliding_window: int | None = None
@@ -123,23 +123,23 @@ def by_rows(
     key_1HMd: Tensor,
     value_1HMd: Tensor,
     attention_mask: Tensor | None = None,
-    **asked: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' attention interface expects of an attention: (1, M, H, d), and no weights.
+    """Attention for transformers' attention interface: returns (1, M, H, d) and no weights.
 
     Raises:
-        NotBatchInvariant: The model asks for something that is not computed here, and would be ignored.
+        NotBatchInvariant: The model passes an argument that this attention would ignore.
     """
-    options = Options(**{name: asked.pop(name) for name in Options._fields if asked.get(name) is not None})
-    unknown = sorted(name for name, value in asked.items() if value is not None and name not in HARMLESS)
+    options = Options(**{name: arguments.pop(name) for name in Options._fields if arguments.get(name) is not None})
+    unknown = sorted(name for name, value in arguments.items() if value is not None and name not in HARMLESS)
     if unknown or attention_mask is not None or not _layouts:
-        what = ", ".join(unknown) or "a mask"
+        rejected = ", ".join(unknown) or "a mask"
         raise NotBatchInvariant(
-            f"{type(module).__name__} asks its attention for {what}, which rows of one pass cannot have, so that they could not "
-            "be kept apart."
+            f"{type(module).__name__} passes {rejected} to its attention, which is not supported in a pass, so its rows could "
+            "not be kept apart."
         )
     layout, kind = _layouts[-1], query_1HMd.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):  # the planner runs shapes alone
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # the planner runs on shapes alone
         dtype = torch.get_autocast_dtype(kind)
         query_1HMd, key_1HMd, value_1HMd = (part.to(dtype) for part in (query_1HMd, key_1HMd, value_1HMd))
     if ragged_here(query_1HMd, value_1HMd, options):
@@ -148,8 +148,8 @@ def by_rows(
     for start, end, _ in layout.rows:
         query_1HLd, key_1HLd, value_1HLd = (part[:, :, start:end] for part in (query_1HMd, key_1HMd, value_1HMd))
         pieces.append(attend(query_1HLd, key_1HLd, value_1HLd, options))
-    left = query_1HMd.shape[2] - end
-    pieces.append(query_1HMd.new_zeros(1, query_1HMd.shape[1], left, value_1HMd.shape[3]))
+    padding = query_1HMd.shape[2] - end
+    pieces.append(query_1HMd.new_zeros(1, query_1HMd.shape[1], padding, value_1HMd.shape[3]))
     return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -183,7 +183,7 @@ def attend(query_1HLd: Tensor, key_1HLd: Tensor, value_1HLd: Tensor, options: Op
 
 
 def ragged_here(query: Tensor, value: Tensor, options: Options) -> bool:
-    """Whether one call can compute rows of different lengths: as FlashAttention allows it."""
+    """Whether FlashAttention can compute rows of different lengths in one call here."""
     wide = query.shape[-1]
     return (
         query.is_cuda
@@ -199,12 +199,12 @@ def ragged_here(query: Tensor, value: Tensor, options: Options) -> bool:
 
 
 def at_once(query_1HMd: Tensor, key_1HMd: Tensor, value_1HMd: Tensor, layout: Layout, options: Options) -> Tensor:
-    """(1, M, H, d): causal attention of all rows in one call, without splitting a row's keys by what else is in the pass."""
+    """Causal attention of all rows in one call, (1, M, H, d), which never splits a row's keys depending on the other rows."""
     assert _VARLEN is not None
     tokens, groups = query_1HMd.shape[2], query_1HMd.shape[1] // key_1HMd.shape[1]
     settings: dict[str, Any] = {"scale": options.scaling, "window_size": (-1, 0)}
     if options.sliding_window is not None:
-        settings["window_size"] = (options.sliding_window - 1, 0)  # tokens before its own that one sees
+        settings["window_size"] = (options.sliding_window - 1, 0)  # preceding tokens that a token sees
     if "num_splits" in _VARLEN_OPTIONS:
         settings["num_splits"] = 1
     if groups > 1 and "enable_gqa" in _VARLEN_OPTIONS:

@@ -1,10 +1,10 @@
-"""Noise that later steps take back in part: its coefficients, what they leave of the noise, and how many of them are best.
+"""Banded noise, which later steps cancel in part: its coefficients, their effect on the noise, and the best number of bands.
 
-An example: with coefficients (0.9, 0.4) the noise of step t is (z_t - 0.4 x_{t-1}) / 0.9, z fresh and x what was added a step
-before. The sum over many steps is then quieter than of independent noise, and one step alone is noisier.
+An example: with coefficients (0.9, 0.4) the noise of step t is (z_t - 0.4 x_{t-1}) / 0.9, where z is fresh and x is the noise of
+the step before. The sum over many steps then has less noise than with independent noise, and a single step has more.
 
 Comes in: the public schedule of learning rates, a promise. Goes out: the coefficients c_0, ..., c_{b-1} of the lower triangular
-Toeplitz matrix C with b bands, ratios of noise. Must not import torch: `dpllm plan` and `verify` use it.
+Toeplitz matrix C with b bands, and ratios of noise. Must not import torch: `dpllm plan` and `verify` use it.
 
 Guarantee:
     Steps are numbered 0, 1, ... as they are charged, over all attempts. Each unit has one group g of b, whatever its data are,
@@ -50,43 +50,43 @@ if TYPE_CHECKING:
 
 Shape = Literal["linear", "cosine", "constant"]  # of the learning rate
 CANDIDATES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # bands that auto compares with 1
-LEAST_GAIN = 0.05  # of the noise in the last weights, below which it takes 1
-MOST_STEPS = 2000  # for which coefficients are optimised; a longer schedule is taken for one of the same shape
+LEAST_GAIN = 0.05  # in the noise of the last weights; if less is gained, auto takes 1
+MOST_STEPS = 2000  # for which coefficients are optimised; a longer schedule is replaced by this many steps of its shape
 MOST_BANDS = 512
-NEAR = 0.2  # distance of lists: warm-ups move the best one by at most 0.17; the identity is 0.22 away and more
-FIRST_STEP = 0.05  # of the search, in every coefficient: a longer one can reach a series that diverges
+NEAR = 0.2  # distance of coefficients: warm-ups move the best ones by at most 0.17; the identity is at least 0.22 away
+FIRST_STEP = 0.05  # of the search, in every coefficient: a larger one can reach a series that diverges
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What banded noise does at a promise, beside independent noise that keeps the same promise."""
+    """Noise of a banded mechanism relative to independent noise with the same guarantee."""
 
     last_iterate: float  # noise in the last weights under plain SGD: below 1
-    # Noise of one step, once all buffers are full: above 1. AdamW divides by its own estimate of that noise, so that the learning
-    # rate that suits independent noise is to be multiplied by it.
+    # Noise of one step, once all buffers are full: above 1. AdamW divides by its own estimate of that noise, so multiply a
+    # learning rate that suits independent noise by it.
     one_step: float
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """How the learning rate goes with the steps: rises linearly over the warm-up, then falls to 0 as the shape says."""
+    """A learning-rate schedule: rises linearly during the warm-up, then falls to 0 according to its shape."""
 
     peak: float = 1e-3
     shape: Shape = "linear"
     warmup: float = 0.0  # share of the steps, in [0, 1)
 
     def at(self, step: int, num_steps: int) -> float:
-        """Of step 0..num_steps-1; never zero, because every step spends privacy. Depends on the step alone."""
+        """The rate of step 0..num_steps-1; never zero, because every step spends privacy. Depends on the step alone."""
         warm = math.ceil(self.warmup * num_steps)
         if step < warm:
             return self.peak * (step + 1) / (warm + 1)
-        left = (num_steps - step) / max(1, num_steps - warm)
-        shape = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}
+        remaining = (num_steps - step) / max(1, num_steps - warm)
+        shape = {"constant": 1.0, "linear": remaining, "cosine": 0.5 * (1 - math.cos(math.pi * remaining))}
         return self.peak * shape[self.shape]
 
 
 def rates(rate: LearningRate, num_steps: int) -> Floats:
-    """rate_T: the schedule of learning rates over its maximum; cosine's last rate may be as small as 1e-7, and none is 0."""
+    """rate_T: the learning rates divided by their maximum; cosine's last one may be as small as 1e-7, and none is 0."""
     import numpy as np
 
     rate_T = np.array([rate.at(step, num_steps) for step in range(num_steps)])
@@ -94,13 +94,13 @@ def rates(rate: LearningRate, num_steps: int) -> Floats:
 
 
 def strategy(rate: LearningRate, num_steps: int, bands: int) -> tuple[float, ...]:
-    """Coefficients of the least noise in the weights over a run, of squares that add up to at most 1, exactly.
+    """Coefficients that minimise the noise in the weights over a run; their squares add up to at most 1, exactly.
 
-    Least is the sum over all steps of the squared noise in the weights under plain SGD, ||A C^-1||_F^2 with A[t, s] = lr_s for s
-    <= t. Momentum is left out: it multiplies all weights of a step by nearly the same, but those of the last steps. The search
-    has the same result for the same numpy and scipy; who goes on with a run reads its coefficients from plan.json.
+    They minimise the sum over all steps of the squared noise in the weights under plain SGD, ||A C^-1||_F^2 with A[t, s] = lr_s
+    for s <= t. Momentum is ignored: except for the last steps, it multiplies all weights of a step by nearly the same number. The
+    search is reproducible with the same numpy and scipy; a resumed run reads its coefficients from plan.json.
     """
-    # The peak does not matter, but for the last bits of the search: at one peak, equal shapes have equal coefficients.
+    # The peak only changes the last bits of the search: with a fixed peak, equal shapes have equal coefficients.
     return _strategy(replace(rate, peak=LearningRate.peak), min(num_steps, MOST_STEPS), bands)
 
 
@@ -110,19 +110,19 @@ def _strategy(rate: LearningRate, num_steps: int, bands: int) -> tuple[float, ..
 
     best_B = optimise(workload(rates(rate, num_steps)), bands)
     best_B = best_B / np.linalg.norm(best_B)
-    while not admissible(best_B.tolist()):  # rounding may have made it longer by its last bits
+    while not admissible(best_B.tolist()):  # rounding may have made the norm exceed 1
         best_B = best_B * (1 - 2.0**-52)
     return tuple(best_B.tolist())
 
 
 def admissible(coefficients: Sequence[float]) -> bool:
-    """Whether no column of C is longer than 1, in exact arithmetic, and the noise can be computed from c_0."""
+    """Whether every column of C has norm at most 1, in exact arithmetic, and c_0 > 0, so that the noise can be computed."""
     finite = all(map(math.isfinite, coefficients))
     return finite and coefficients[0] > 0 and sum(Fraction(weight) ** 2 for weight in coefficients) <= 1
 
 
 def near_best(coefficients: Sequence[float], num_steps: int) -> bool:
-    """Whether a list may be of ``strategy``, for who does not know the schedule; any ``admissible`` one is as private."""
+    """Whether coefficients may come from ``strategy``, for readers without the schedule; all ``admissible`` are as private."""
     steps, bands, length = min(num_steps, MOST_STEPS), len(coefficients), math.hypot(*coefficients)
     if not 0 < bands <= min(steps, MOST_BANDS) or length < 1 - 1e-12 or max(coefficients) > coefficients[0]:
         return False
@@ -131,7 +131,7 @@ def near_best(coefficients: Sequence[float], num_steps: int) -> bool:
 
 
 def workload(rate_T: Floats) -> Floats:
-    """H_TT, with which the squared error ||A C^-1||_F^2 is d^T H d, d the first T coefficients of the power series 1 / c(x).
+    """H_TT such that the squared error ||A C^-1||_F^2 is d^T H d, with d the first T coefficients of the power series 1 / c(x).
 
     G[u, v] = lr_u lr_v (T - max(u, v)); H[k, l] = sum over s of G[s + k, s + l] = H[k + 1, l + 1] + G[k, l].
     """
@@ -165,7 +165,7 @@ def error(coefficients_B: Floats, workload_TT: Floats) -> tuple[float, Floats]:
 
 
 def optimise(workload_TT: Floats, bands: int) -> Floats:
-    """c_B of the least ``error``, of any length, from the first coefficients of (1 - x)^(-1/2), which are best without bands."""
+    """c_B that minimises ``error``, of any norm; the search starts from (1 - x)^(-1/2), which is best without bands."""
     import numpy as np
     from scipy.optimize import minimize
 
@@ -189,15 +189,15 @@ def inverse(coefficients: Sequence[float] | Floats, num_steps: int) -> Floats:
 
 
 def whiten(coefficients: Sequence[float], row_TP: Floats, starts: Sequence[int] = (0,)) -> Floats:
-    """C rows: of noise, independent normal rows; ``starts`` are the rows with which attempts began, at empty buffers."""
+    """C row_TP: noise becomes independent normal rows; ``starts`` are the first rows of attempts, when buffers were empty."""
     return _each(lambda part_TP: _filter(coefficients, part_TP), row_TP, starts)
 
 
 def matched(coefficients: Sequence[float], white_TP: Floats, starts: Sequence[int] = (0,)) -> tuple[Floats, Floats]:
-    """What whitened rows show of a contribution to each step: the sum over j of c_j times row t + j, and its power_T.
+    """The matched filter for a contribution to step t of whitened rows: the sum over j of c_j times row t + j; and its power_T.
 
-    A contribution g to step t moves it by power_t g; its noise has standard deviation sigma sqrt(power_t). Two of its steps are
-    at least b apart, so that their noise is independent.
+    A contribution g to step t moves it by power_t g; its noise has standard deviation sigma sqrt(power_t). A unit's steps are at
+    least b apart, so their noise is independent.
     """
     import numpy as np
 
@@ -220,29 +220,29 @@ def _filter(coefficients: Sequence[float], row_TP: Floats) -> Floats:
 
 
 def effect(coefficients: Sequence[float], rate_T: Floats, sigma: float, independent: float) -> Effect:
-    """What these coefficients do with noise multiplier ``sigma``, where independent noise would need ``independent``."""
+    """The effect of these coefficients with noise multiplier ``sigma``; independent noise would need ``independent``."""
     import numpy as np
     from scipy.signal import fftconvolve
 
-    steps, more = len(rate_T), sigma / independent
+    steps, ratio = len(rate_T), sigma / independent
     inverse_T = inverse(coefficients, steps)
     left_T = fftconvolve(rate_T, inverse_T[::-1])[steps - 1 :]  # (lr^T C^-1)_j = sum over k of lr_{j+k} d_k
     last = float(np.linalg.norm(left_T) / np.linalg.norm(rate_T))
-    return Effect(more * last, more * step_noise(coefficients, steps))
+    return Effect(ratio * last, ratio * step_noise(coefficients, steps))
 
 
 def step_noise(coefficients: Sequence[float], num_steps: int) -> float:
-    """Standard deviation of what one step adds, once all buffers are full, over that of fresh noise: ||d||, above 1."""
+    """Standard deviation of one step's noise, once all buffers are full, over that of fresh noise: ||d||, above 1."""
     return math.sqrt(sum(weight**2 for weight in inverse(coefficients, num_steps).tolist()))
 
 
 def check(bands: int | Literal["auto"], schedule: Schedule, sampling: str) -> None:
-    """Refuses sampled rows, which banded noise is not accounted for, and fewer units or steps than so many bands take."""
+    """Refuses sampled rows, for which banded noise is not accounted, and too few units or steps for the bands."""
     size, batch, num_steps = schedule.dataset_size, schedule.expected_batch_size, schedule.num_steps
     if sampling == "example":
         raise Refused(
-            "privacy.noise: banded needs each unit to join at most every b-th step, but with data.sampling: example the rows "
-            "of a unit can join in any step, which no accountant covers. Set data.sampling: unit, or privacy.noise: "
+            "privacy.noise: banded needs each unit to join at most every b-th step, but with data.sampling: example the rows of "
+            "a unit can join in any step, which the accounting does not cover. Set data.sampling: unit, or privacy.noise: "
             "independent."
         )
     if bands == "auto" or bands == 1:
@@ -252,31 +252,31 @@ def check(bands: int | Literal["auto"], schedule: Schedule, sampling: str) -> No
             f"privacy.bands {bands} splits {size} units into groups smaller than train.batch_size {batch}, so the sampling rate "
             f"within a group would exceed 1. Set privacy.bands to {size // batch} or less, or lower train.batch_size."
         )
-    if bands > (most := min(num_steps, MOST_BANDS)):
-        why = f"{MOST_BANDS}, which would take long to plan"
-        if most == num_steps:
-            why = f"the run's {num_steps} steps, so some groups would never have a turn"
-        raise Refused(f"privacy.bands {bands} is more than {why}. Set privacy.bands to {most} or less.")
+    if bands > (maximum := min(num_steps, MOST_BANDS)):
+        limit = f"{MOST_BANDS}, which would take too long to plan"
+        if maximum == num_steps:
+            limit = f"the run's {num_steps} steps, so some groups would never have a turn"
+        raise Refused(f"privacy.bands {bands} is more than {limit}. Set privacy.bands to {maximum} or less.")
 
 
 def choose(rate: LearningRate, schedule: Schedule, sigma_of: Callable[[int], float]) -> int:
-    """How many bands leave the least noise in the last weights; 1 where that is less than 5% below independent noise.
+    """The number of bands with the least noise in the last weights; 1 if that is less than 5% below independent noise.
 
-    ``sigma_of``: bands -> the noise multiplier that keeps the promise, to about a hundredth; ConfigError where none does.
+    ``sigma_of``: bands -> the noise multiplier that meets the target, to about 1%; raises ConfigError if none does.
     """
-    num_steps, best, least = schedule.num_steps, 1, 1 - LEAST_GAIN
-    # q' = b B / N is at most 1, and no turn is longer than T.
-    rate_T, most = rates(rate, num_steps), min(schedule.dataset_size // schedule.expected_batch_size, num_steps)
+    num_steps, best, lowest = schedule.num_steps, 1, 1 - LEAST_GAIN
+    # q' = b B / N is at most 1, and every group needs a turn within T steps.
+    rate_T, max_bands = rates(rate, num_steps), min(schedule.dataset_size // schedule.expected_batch_size, num_steps)
     try:
         independent = sigma_of(1)
-    except ConfigError:  # a target that the recipe's own noise meets, and calibration does not reach
+    except ConfigError:  # the recipe's own noise meets the target, but calibration does not reach it
         return 1
     for bands in CANDIDATES:
-        if bands <= most:
+        if bands <= max_bands:
             try:
                 sigma = sigma_of(bands)
             except ConfigError:
                 continue
-            left = effect(strategy(rate, num_steps, bands), rate_T, sigma, independent).last_iterate
-            best, least = (bands, left) if left < least else (best, least)
+            noise = effect(strategy(rate, num_steps, bands), rate_T, sigma, independent).last_iterate
+            best, lowest = (bands, noise) if noise < lowest else (best, lowest)
     return best

@@ -1,11 +1,11 @@
-"""Draws of bounded range, each chosen after the ones before it: what they cost together.
+"""The joint cost of bounded-range draws, each of which may depend on the results of the ones before.
 
-Comes in: a range and a number of draws. Goes out: an upper bound on delta at every epsilon, and a Renyi divergence. Knows no
-text, no model, no events.
+Comes in: a range and a number of draws. Goes out: an upper bound on delta at every epsilon, and a Renyi divergence. Must not know
+text, models or events.
 
-A draw has range eta where the logarithm of the ratio of its probabilities, with one unit and without, takes values within an
-interval of length eta. The exponential mechanism is the usual one (Durfee and Rogers 2019): a utility that one unit moves by at
-most D in each coordinate, divided by a temperature tau, has eta = 2 D / tau.
+A draw has range eta if the log ratio of its probabilities, with one unit and without, takes values in an interval of length eta.
+The exponential mechanism is the usual example (Durfee and Rogers 2019): a utility that one unit moves by at most D in each
+coordinate, divided by a temperature tau, has eta = 2 D / tau.
 
 Guarantee:
     Let D_k(x) bound the hockey-stick divergence at order x = e^epsilon, in both directions, of any k draws of range eta, of which
@@ -16,8 +16,8 @@ Guarantee:
     an inner point. So on a grid of epsilon of width h = eta/m, chords of length eta + h whose ends are grid points bound all
     chords of length eta, wherever they begin; between grid points, D_k is bounded by its own chord.
 
-    The draw that is worst follows epsilon, hence no fixed pair of distributions, composed with itself, bounds k adaptive draws
-    (at eta 2/7 and 100 draws, epsilon 6.59 in place of 6.64 at delta 1e-5).
+    The worst draw depends on epsilon, so no fixed pair of distributions, composed with itself, bounds k adaptive draws (at eta
+    2/7 and 100 draws it would give epsilon 6.59 instead of 6.64 at delta 1e-5).
 
     One draw has Renyi divergence at most alpha eta^2 / 8 at every order alpha, and divergences of adaptive draws add up.
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-STEPS = 400  # of a draw's range, m, for up to 100 draws: epsilon is overstated by less than one part in so many
-TAIL = 12.0  # standard deviations of the privacy loss beyond which delta is bounded by its value there
+STEPS = 400  # m, cells in a draw's range, for up to 100 draws: overstates epsilon by less than one part in 400
+TAIL = 12.0  # standard deviations of the privacy loss; beyond them, delta is bounded by its value there
 
 
 def zcdp(eta: float, draws: int) -> float:
-    """The rho of so many adaptive draws of range ``eta``: their Renyi divergence at order alpha is at most rho alpha."""
+    """Rho of ``draws`` adaptive draws of range ``eta``: their Renyi divergence at order alpha is at most rho alpha."""
     return draws * eta**2 / 8
 
 
@@ -65,7 +65,7 @@ def profile(eta: float, draws: int) -> tuple[float, NDArray[np.float64]]:
     size = min(draws * wide, math.ceil((zcdp(eta, draws) + TAIL * math.sqrt(draws) * eta / 2) / h))
     delta_K, shrunk_W = np.zeros(size + 1), np.exp(-h * np.arange(1, wide + 1))
     for _ in range(draws):
-        # Below epsilon 0 from above it, as both directions have the same bound.
+        # Values below epsilon 0 follow from those above, as both directions have the same bound.
         mirrored_W = 1 - shrunk_W + shrunk_W * np.pad(delta_K, (0, wide), mode="edge")[1 : wide + 1]
         padded = np.concatenate((mirrored_W[::-1], delta_K, np.full(wide, delta_K[-1])))
         delta_K = np.zeros(size + 1)
@@ -73,7 +73,7 @@ def profile(eta: float, draws: int) -> tuple[float, NDArray[np.float64]]:
             lower = math.expm1((wide - j) * h) / (math.expm1(wide * h) * math.exp(-j * h))
             low_K, high_K = padded[wide - j :][: size + 1], padded[2 * wide - j :][: size + 1]
             np.maximum(delta_K, high_K + lower * (low_K - high_K), out=delta_K)
-        delta_K *= 1 + 1e-14  # more than rounding takes away
+        delta_K *= 1 + 1e-14  # more than rounding can lose
     return h, delta_K
 
 

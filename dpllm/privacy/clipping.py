@@ -1,8 +1,8 @@
-"""Per-unit clipped sums: the only door through which private data reach an update.
+"""Per-unit clipped sums: the only way by which private data reach an update.
 
 Comes in: a function from a pass to its losses. Goes out: the sum over units of each unit's gradient, clipped by one of
-``FUNCTIONS``, of which each has its words for the card in ``card.card`` and a line in ``tests/checks.by_hand``.
-``Taps`` are Opacus' hooks, extended so that one backward pass hands over what every layer rule needs, exactly once a call.
+``FUNCTIONS``; each of these has a text for the card in ``card.card`` and a line in ``tests/checks.by_hand``. ``Taps`` extend
+Opacus' hooks so that one backward pass reports what every layer rule needs, exactly once for each call.
 
 Shape suffixes: R rows of a pass, U units, L trainable parameters, G layers that own them, P coordinates.
 """
@@ -26,7 +26,7 @@ from dpllm.privacy.gradients import FORMED, PassGradients
 from dpllm.privacy.packing import Pass, Segment
 from dpllm.privacy.rules import Rule, rule_of
 
-# Opacus' stock hooks sit on modules whose inputs need no gradient (the first trainable layer); torch mentions it once.
+# Opacus' hooks are on modules whose inputs need no gradient (the first trainable layer); torch warns of it once.
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
 
 Losses = Callable[[Pass], Tensor]
@@ -45,7 +45,7 @@ def flat(norm_U: Tensor, max_grad_norm: float) -> Tensor:
 
 
 def automatic(norm_U: Tensor, max_grad_norm: float) -> Tensor:
-    """Factor = C / (norm + gamma), gamma = 0.01: nearly every gradient gets the length C, so there is no threshold to tune.
+    """Factor = C / (norm + gamma), gamma = 0.01: nearly every gradient gets length C, so there is no threshold to tune.
 
     C then scales the update as the learning rate does (with Adam, hardly at all).
 
@@ -62,15 +62,15 @@ FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {"flat": flat, "automa
 
 
 def layers_of(parameters: Iterable[str]) -> list[str]:
-    """The modules that own the named parameters, each once and in their order."""
+    """The modules that own the named parameters, each once, in order."""
     return list(dict.fromkeys(name.rpartition(".")[0] for name in parameters))
 
 
 class PerUnitClipper:
-    """Every unit's gradient from one backward pass, clipped and added up.
+    """Forms every unit's gradient in one backward pass, clips it and adds it up.
 
-    While it runs, no trainable parameter requires a gradient: autograd computes none for it, so nothing unclipped can reach it,
-    and the work of the ordinary weight gradients is saved.
+    Meanwhile no trainable parameter requires a gradient: autograd computes none, so nothing unclipped can reach a parameter, and
+    the cost of ordinary weight gradients is saved.
 
     Guarantee:
         For each unit, the L2 norm of its gradient times its factor, over all trainable parameters together, is at most
@@ -78,9 +78,9 @@ class PerUnitClipper:
         rounded to the lattice, which moves it by at most one ``spacing``. A gradient is formed in float32, measured in float64,
         and added as it was measured. A unit whose gradient is not finite adds zero.
 
-        What a unit adds depends on that unit alone, to the last bit: it is computed in shapes that follow from the unit and
-        from public numbers, and sums of multiples of the spacing are exact. That the model's own kernels give a row the
-        same bits wherever it stands and whatever stands beside it is what ``selfcheck`` shows.
+        A unit's contribution depends on that unit alone, to the last bit: it is computed in shapes that depend on the unit and on
+        public numbers, and sums of multiples of the spacing are exact. ``selfcheck`` tests that the model's own kernels give a
+        row the same bits at any position and beside any other rows.
 
     References:
         Abadi et al. 2016, algorithm 1; Bu et al. 2023, Differentially Private Optimization on Large Model at Small Cost
@@ -96,74 +96,74 @@ class PerUnitClipper:
         held_numbers: int,
         clipping: str = "flat",
     ) -> None:
-        """Hooks into the model, of which ``parameters`` train; ``clipping`` is a key of ``FUNCTIONS``."""
+        """Hooks into the model, whose trainable ``parameters`` are given; ``clipping`` is a key of ``FUNCTIONS``."""
         self._parameters, self._function = parameters, FUNCTIONS[clipping]
         layers = layers_of(parameters)
         layer_L = [layers.index(name.rpartition(".")[0]) for name in parameters]
         self._layers, self._layer_L = len(layers), torch.tensor(layer_L, device=next(iter(parameters.values())).device)
         self._long: Tensor | None = None  # see clipped_by_layer
         self._gradients = PassGradients(parameters, most_units, held_numbers)
-        self._unfinished_P: Tensor | None = None  # the gradient so far of a unit that goes on in the next pass
-        self._tokens: int | None = None  # of the pass; None for an example by itself
+        self._unfinished_P: Tensor | None = None  # the gradient so far of a unit that continues in the next pass
+        self._tokens: int | None = None  # in the pass; None for an example by itself
         self._units: list[Segment] = []
         self._attention = RowAttention(model)
         self._taps = Taps(model, self._receive)
 
     def close(self) -> None:
-        """Takes the hooks out of the model again."""
+        """Removes the hooks from the model."""
         self._taps.cleanup()
 
     def start(self) -> None:
-        """Forgets whatever an earlier logical batch has left."""
+        """Starts a logical batch: forgets the state of earlier ones."""
         self._unfinished_P, self._long = None, None
 
     def clipped_by_layer(self) -> tuple[int, ...]:
-        """For each of G layers, how many units of the logical batch had a gradient there that was longer than C / sqrt(G).
+        """For each of G layers, how many units of the logical batch had a gradient longer than C / sqrt(G) there.
 
         Un-noised.
         """
         return tuple(self._long.tolist()) if self._long is not None else (0,) * self._layers
 
     def add(
-        self, losses: Losses, some: Pass, sum_P: Tensor, max_grad_norm: float, spacing: float, loss_scale: float = 1.0
+        self, losses: Losses, batch: Pass, sum_P: Tensor, max_grad_norm: float, spacing: float, loss_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Forward and backward pass, added into ``sum_P``.
+        """Runs a forward and backward pass, and adds the clipped gradients to ``sum_P``.
 
         Args:
             losses: From a pass to loss_R.
-            some: The pass.
-            sum_P: Where the sum grows, in units of ``spacing``, float64; in the order of ``parameters``.
+            batch: The pass.
+            sum_P: The running sum in units of ``spacing``, float64, in the order of ``parameters``.
             max_grad_norm: C.
-            spacing: Of the lattice to which each unit's clipped gradient is rounded, a power of two.
-            loss_scale: What the losses are multiplied by for the backward pass; not in what is returned.
+            spacing: Spacing of the lattice to which each unit's clipped gradient is rounded, a power of two.
+            loss_scale: Factor of the losses in the backward pass; results do not contain it.
 
         Returns:
-            loss_R, detached, and the un-noised norm_U for diagnostics: of the units that this pass completes.
+            loss_R, detached, and the un-noised norm_U of the units that this pass completes, for diagnostics.
 
         Raises:
-            Refused: A trainable parameter received no per-unit gradient in this backward pass, a rule does not understand
-                its layer, or a pass that should continue a unit holds others.
+            Refused: A trainable parameter received no per-unit gradient in this backward pass, a rule does not fit its layer, or
+                a pass that should continue a unit holds others.
         """
-        if self._unfinished_P is not None and some.num_units != 1:
+        if self._unfinished_P is not None and batch.num_units != 1:
             raise Refused(
                 "an unfinished unit was followed by a pass of other units, so it could not be clipped as a whole. Run the "
                 "passes in the order of passes_of."
             )
         unfinished_P, self._unfinished_P = self._unfinished_P, None
-        loss_R = self._backward(losses, some, loss_scale)
+        loss_R = self._backward(losses, batch, loss_scale)
         gradients, gradient_P = self._gradients, None
-        if unfinished_P is not None or some.goes_on:
+        if unfinished_P is not None or batch.goes_on:
             gradient_P = gradients.whole(0)
             if unfinished_P is not None:
                 gradient_P += unfinished_P  # in float32, before the norm is taken
-        if some.goes_on or not some.num_units:
+        if batch.goes_on or not batch.num_units:
             gradients.close()
             self._unfinished_P = gradient_P
-            return loss_R.detach()[: len(some.rows)], loss_R.new_zeros(0, dtype=torch.float64)
+            return loss_R.detach()[: len(batch.rows)], loss_R.new_zeros(0, dtype=torch.float64)
         square_LU = gradients.unit_norms() if gradient_P is None else self._square_of(gradient_P)
         norm_U = gradients.added_up(square_LU).sqrt() / loss_scale
         self._count_long(square_LU, max_grad_norm * loss_scale)
-        counted_U = torch.isfinite(norm_U)  # what is not has the factor 0 and is left out of the sum as well
+        counted_U = torch.isfinite(norm_U)  # any other gets factor 0 and is excluded from the sum
         factor_U = self._function(norm_U, max_grad_norm).where(counted_U, 0.0) / (loss_scale * spacing)
         if gradient_P is None:
             gradients.add_to(sum_P, factor_U, counted_U)
@@ -173,16 +173,16 @@ class PerUnitClipper:
         gradients.close()
         return loss_R.detach(), norm_U
 
-    def _backward(self, losses: Losses, some: Pass, loss_scale: float) -> Tensor:
-        """loss_R; what the layers contribute is then in ``_gradients``."""
-        rows, tokens = some.input_ids_1M.shape
-        self._tokens, self._units = (tokens, some.units) if some.position_ids_1M is not None else (None, [WHOLE])
-        self._gradients.open(self._units[: some.num_units])
-        with without_weight_gradients(self._parameters.values()), self._taps.open(rows), self._attention.of(some):
-            loss_R = losses(some)
+    def _backward(self, losses: Losses, batch: Pass, loss_scale: float) -> Tensor:
+        """Returns loss_R, and collects the layers' contributions in ``_gradients``."""
+        rows, tokens = batch.input_ids_1M.shape
+        self._tokens, self._units = (tokens, batch.units) if batch.position_ids_1M is not None else (None, [WHOLE])
+        self._gradients.open(self._units[: batch.num_units])
+        with without_weight_gradients(self._parameters.values()), self._taps.open(rows), self._attention.of(batch):
+            loss_R = losses(batch)
             if loss_R.requires_grad:
                 (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
-        if some.num_units:
+        if batch.num_units:
             self._check_complete()
         return loss_R
 
@@ -205,17 +205,14 @@ class PerUnitClipper:
         except (Refused, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            # Not the error's own words, which may quote a token.
+            # Without the error's own text, which may quote a token.
             raise Refused(
                 f"{name} ({type(layer).__name__}) trains, but the rule for such layers does not fit it "
                 f"({type(error).__name__}), so its gradients could not be clipped. Train other layers."
             ) from error
 
     def _by_token(self, values: Tensor, name: str) -> Tensor:
-        """(1, M, ...): attention has its heads before the tokens, OPT no dimension of rows.
-
-        Of an example by itself, whose every token is its unit's, any shape.
-        """
+        """(1, M, ...): attention has heads before tokens, and OPT no dimension of rows. An example by itself has any shape."""
         tokens = self._tokens
         if tokens is None:
             return values if values.dim() > 2 else values.unsqueeze(0)
@@ -241,7 +238,7 @@ class PerUnitClipper:
 
 
 def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuses a gradient beside the engine's, which came from somebody's own backward pass, unclipped (``outputs.loss``)."""
+    """Refuses gradients from any backward pass but the engine's, which are not clipped (``outputs.loss``)."""
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             raise Refused(
@@ -252,7 +249,7 @@ def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
 
 @contextlib.contextmanager
 def without_weight_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Nothing requires a gradient inside."""
+    """Within the block, none of the parameters requires a gradient."""
     parameters = list(parameters)
     for parameter in parameters:
         parameter.requires_grad_(False)
@@ -270,10 +267,10 @@ class _Tap(torch.autograd.Function):
     def forward(
         ctx: Any, output: Tensor, input: Tensor, anchor: Tensor, report: Callable[[Tensor, Tensor], None]
     ) -> Tensor:
-        # `anchor` needs a gradient, so that there is a graph though no parameter and perhaps no input needs one.
+        # `anchor` requires a gradient, so there is a graph even if no parameter and no input requires one.
         ctx.save_for_backward(input)
         ctx.report = report
-        return output.detach()  # no view: some models change a layer's output in place (Falcon)
+        return output.detach()  # not a view: some models change a layer's output in place (Falcon)
 
     @staticmethod
     def backward(ctx: Any, *backprops: Tensor) -> tuple[Tensor | None, ...]:
@@ -283,15 +280,15 @@ class _Tap(torch.autograd.Function):
 
 
 class Taps(GradSampleHooks):  # type: ignore[misc]
-    """Hooks on every layer that owns a trainable parameter; silent but inside ``open``."""
+    """Hooks on every layer that owns a trainable parameter; inactive outside ``open``."""
 
-    # Opacus keeps activations on the module, which counts calls, breaks under non-reentrant checkpointing (the recomputation
-    # fires the forward hooks again) and keeps what checkpointing wants to free. A tap is a node of the autograd graph instead:
-    # it saves the input as any operation does, so that checkpointing of both kinds frees and recomputes it, a layer called twice
-    # has two of them, and one whose output no loss depends on is never asked.
+    # Opacus stores activations on the module. That counts calls, breaks under non-reentrant checkpointing (the recomputation
+    # fires the forward hooks again) and holds what checkpointing should free. A tap is a node of the autograd graph instead. It
+    # saves the input as any operation does, so both kinds of checkpointing free and recompute it; a layer called twice has two
+    # taps, and a tap whose output no loss depends on never runs.
 
     def __init__(self, model: nn.Module, receive: Receive) -> None:
-        """Hooks into the model, unless a layer that trains has no rule or the model is hooked already (Refused)."""
+        """Hooks into the model; Refused if a trainable layer has no rule or the model already has hooks."""
         if hasattr(model, "autograd_grad_sample_hooks"):
             raise Refused(
                 "the model already has per-sample gradient hooks, so every gradient would be counted twice. Close the other "
@@ -305,7 +302,7 @@ class Taps(GradSampleHooks):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def open(self, rows: int) -> Iterator[None]:
-        """Reports what happens inside, in forward passes of ``rows`` rows and in their backward passes."""
+        """Within the block, reports forward passes of ``rows`` rows and their backward passes."""
         self._rows = rows
         self.enable_hooks()
         try:
@@ -314,9 +311,9 @@ class Taps(GradSampleHooks):  # type: ignore[misc]
             self.disable_hooks()
 
     def add_hooks(self, **settings: Any) -> None:
-        """One forward hook for each layer that owns a trainable parameter."""
+        """Adds one forward hook to each layer that owns a trainable parameter."""
         owners = [(name, module) for name, module in self._module.named_modules() if _owns(module)]
-        rules = [(name, module, rule_of(module, name)) for name, module in owners]  # refuses before anything is hooked
+        rules = [(name, module, rule_of(module, name)) for name, module in owners]  # refuses before any hook is added
         self.autograd_grad_sample_hooks: list[Any] = []
         self._module.autograd_grad_sample_hooks = self.autograd_grad_sample_hooks
         for name, module, rule in rules:
@@ -326,7 +323,7 @@ class Taps(GradSampleHooks):  # type: ignore[misc]
     def capture_activations_hook(
         self, name: str, rule: Rule, module: nn.Module, arguments: Any, named: dict[str, Any], output: Any
     ) -> Any:
-        """Puts a tap behind the layer."""
+        """Puts a tap after the layer."""
         if not self.hooks_enabled or not torch.is_grad_enabled():
             return None
         inputs = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
@@ -337,7 +334,7 @@ class Taps(GradSampleHooks):  # type: ignore[misc]
             )
         input = inputs[0].detach()
         if isinstance(module, nn.Embedding) and len(output) == 1 != self._rows:
-            # Positions, looked up once for both rows of a pair (GPT-2): looked up for each, both have a gradient.
+            # GPT-2 looks up positions once for both rows of a pair: expanded, each row has its gradient.
             input, output = input.expand(self._rows, *input.shape[1:]), output.expand(self._rows, *output.shape[1:])
         if (anchor := self._anchors.get(output.device)) is None:
             anchor = self._anchors[output.device] = torch.zeros((), device=output.device, requires_grad=True)
@@ -345,7 +342,7 @@ class Taps(GradSampleHooks):  # type: ignore[misc]
 
 
 def _owns(module: nn.Module) -> bool:
-    """A parameter of its own trains, or of the containers that peft's LoRA on embeddings keeps raw parameters in."""
+    """Whether the module has a trainable parameter itself, or in containers of raw parameters (peft's LoRA on embeddings)."""
     if isinstance(module, (nn.ParameterDict, nn.ParameterList)):
         return False
     containers = [child for child in module.children() if isinstance(child, (nn.ParameterDict, nn.ParameterList))]

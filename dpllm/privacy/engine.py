@@ -1,6 +1,6 @@
 """One step: losses -> backward -> clipped sum -> all-reduce -> noise -> update.
 
-Comes in: the model, what trains, the Plan (or only the Schedule, for a run without differential privacy), passes. Goes
+Comes in: the model with its trainable parameters, the Plan (or only the Schedule, without differential privacy), passes. Goes
 out: an updated model. Nothing else may touch the gradients.
 
 Shape suffixes: R rows, U units, P trainable coordinates.
@@ -37,23 +37,23 @@ from dpllm.privacy.selfcheck import Checked, self_check
 from dpllm.progress import heard_by, tell
 
 FP16_LOSS_SCALE = 1024.0  # constant, so that no step depends on an overflow
-STEP = "This step"  # as ``progress.tell`` knows it
-EXACT = 2.0**52  # multiples of the spacing up to which float64 adds them exactly, with one bit to spare
+STEP = "This step"  # the name for ``progress.tell``
+EXACT = 2.0**52  # float64 adds up to this many multiples of the spacing exactly, with one bit to spare
 
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Un-noised facts about one step: private, never released."""
+    """Un-noised figures of one step: private, never released."""
 
-    loss_sum: float  # of the units that this rank drew
+    loss_sum: float  # of this rank's units
     units: int
-    clipped: int  # how many of them were longer than max_grad_norm
-    norm_sum: float = math.nan  # of their gradients; without clipping no unit's norm is known
+    clipped: int  # how many of their gradients were longer than max_grad_norm
+    norm_sum: float = math.nan  # of their gradients; nan without clipping
     clipped_by_layer: tuple[int, ...] = ()  # see PerUnitClipper
 
     @property
     def loss(self) -> float:
-        """Mean loss of those units; nan for none."""
+        """Mean loss of the units; nan for none."""
         return self.loss_sum / self.units if self.units else math.nan
 
     @property
@@ -67,11 +67,11 @@ class StepEngine:
 
     Guarantee:
         With a Plan: every trainable coordinate is updated from (sum of clipped unit gradients + N(0, s^2)) / B of this step and
-        from nothing else that was computed from the data; also for an empty batch. s is sigma times what one unit can move the
-        sum on its lattice (``noise_scale``), so the release is a post-processing of the Gaussian mechanism (``GaussianNoise``;
-        with the Plan's ``coefficients``, ``BandedNoise``). B is the Plan's public expected batch size, never the realised one.
-        On several ranks rank 0 adds the noise, once, to its own sum; the all-reduce is exact, so the total has the same bits for
-        any number of ranks. Without a Plan: none.
+        from nothing else that was computed from the data, even for an empty batch. s is sigma times the most that one unit can
+        move the sum on its lattice (``noise_scale``), so the release is a post-processing of the Gaussian mechanism
+        (``GaussianNoise``; with the Plan's ``coefficients``, ``BandedNoise``). B is the Plan's public expected batch size, never
+        the realised one. On several ranks, rank 0 adds the noise once, to its own sum; the all-reduce is exact, so the total has
+        the same bits for any number of ranks. Without a Plan: none.
 
     References:
         Abadi et al. 2016, algorithm 1.
@@ -92,19 +92,19 @@ class StepEngine:
         """Hooks into the model.
 
         Args:
-            model: On its device, in training mode; what trains has requires_grad and is float32.
-            optimizer: Over exactly what trains.
-            schedule: Gives the divisor.
+            model: On its device, in training mode; trainable parameters have requires_grad and are float32.
+            optimizer: Over exactly the trainable parameters.
+            schedule: Gives the divisor B.
             plan: None for a run without differential privacy.
-            packing: Of the passes; public. ``repack`` changes it.
-            noise: Keyed by secret bits, on the device where gradients live.
+            packing: Public shape of the passes; ``repack`` changes it.
+            noise: Keyed by secret bits, on the gradients' device.
             autocast: Makes the context of the forward pass.
             loss_scale: Constant power of two for fp16.
 
         Raises:
-            Refused: The optimizer misses a trainable parameter or holds another; one is not float32; a layer that trains
-                has no rule; model or optimizer went through accelerate's or torch's data parallelism; the noise is too small
-                for so large a batch, or too large for so many coordinates, to be added exactly.
+            Refused: The optimizer misses a trainable parameter or holds another; one is not float32; a trainable layer has no
+                rule; model or optimizer is wrapped by accelerate's or torch's data parallelism; or the noise is too small for the
+                batch, or too large for the number of coordinates, to be added exactly.
         """
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         _check_arguments(model, optimizer, self.parameters)
@@ -115,9 +115,9 @@ class StepEngine:
         for layer in self._adapters:
             layer._cast_input_dtype = partial(_cast_outside_autocast, layer)
         self._token_losses, self._attention = TokenLosses(model, self._device, autocast), RowAttention(model)
-        self.generator = noise.generator  # where the noise comes from
-        self.canaries: GradientCanaries | None = None  # planted in the sum; only on the rank that adds noise
-        self.projections: Tensor | None = None  # (M,): what the last step released along them, over C, with its noise
+        self.generator = noise.generator  # the noise's generator
+        self.canaries: GradientCanaries | None = None  # added to the sum; only on the rank that adds noise
+        self.projections: Tensor | None = None  # (M,): the last step's noisy release along them, over C
         self.example_loss: ExampleLoss = likelihood
         self._stepping = False
         self.size = sum(parameter.numel() for parameter in self.parameters.values())  # P
@@ -130,13 +130,13 @@ class StepEngine:
 
     @property
     def max_grad_norm(self) -> float:
-        """C, for which the noise was made; infinite without a Plan."""
+        """C, for which the noise is calibrated; infinite without a Plan."""
         return self._plan.max_grad_norm if self._plan else float("inf")
 
     def _check_exact(self, plan: Plan) -> None:
-        """Refuses noise that could not be added exactly to a sum."""
+        """Refuses noise that could not be added exactly to the sum."""
         batch = self._schedule.expected_batch_size
-        largest = 2 * batch + 400  # beyond it lies no Poisson draw but with a probability below 1e-40
+        largest = 2 * batch + 400  # a Poisson draw exceeds it with probability below 1e-40
         if largest * plan.max_grad_norm > EXACT * self._spacing:
             raise Refused(
                 f"a noise multiplier of {plan.noise_multiplier:g} is too small for batches of {batch} units: the noise could "
@@ -151,21 +151,21 @@ class StepEngine:
         return PerUnitClipper(self._model, self.parameters, most_units=units, held_numbers=held, clipping=clipping)
 
     def repack(self, packing: Packing) -> None:
-        """Passes have another shape from now on."""
+        """Changes the shape of passes."""
         self.packing = packing
         if self._clipper is not None:
             self._clipper.close()
             self._clipper = self._make_clipper()
 
-    def losses(self, some: Pass) -> Tensor:
-        """The loss of each example of one pass, through the model as it trains."""
-        return self.example_loss(self._token_losses(some).nll_M, some)
+    def losses(self, batch: Pass) -> Tensor:
+        """The loss of each example of a pass, through the model as it trains."""
+        return self.example_loss(self._token_losses(batch).nll_M, batch)
 
     def clipped_sum(self, batches: Sequence[Pass], canaries: Sequence[int] = ()) -> tuple[Tensor, Diagnostics]:
-        """This rank's flat clipped sum over a logical batch and the gradient canaries in it, before noise: private.
+        """This rank's flat clipped sum over its part of a logical batch and the drawn gradient canaries, before noise; private.
 
         Returns:
-            sum_P, if it was clipped in float64 and in multiples of the lattice's spacing, and diagnostics.
+            sum_P, which with clipping is float64 in multiples of the lattice's spacing, and diagnostics.
         """
         clipper = self._clipper
         dtype = torch.float32 if clipper is None else torch.float64
@@ -187,40 +187,40 @@ class StepEngine:
                     loss_R, norm_U = self._plain_sum(on_device, flat_P)
                 else:
                     loss_R, norm_U = clipper.add(self.losses, on_device, flat_P, bound, spacing, self._scale)
-            losses.append(loss_R)  # read behind the last pass: each would wait for the device
+            losses.append(loss_R)  # read after the last pass, since each read waits for the device
             norms.append(norm_U)
             units += len(norm_U)
         if self.canaries is not None:
             self.canaries.add_to(flat_P, canaries, self.max_grad_norm, spacing)
-        flat_P *= spacing  # whole numbers until here
-        loss_U, norm_U = (torch.cat([flat_P.new_zeros(0), *some]).double() for some in (losses, norms))
+        flat_P *= spacing  # integers until here
+        loss_U, norm_U = (torch.cat([flat_P.new_zeros(0), *parts]).double() for parts in (losses, norms))
         return flat_P, Diagnostics(
             loss_sum=float(loss_U.sum()),
             units=units,
-            clipped=int((~(norm_U <= bound)).sum()) if clipper else 0,  # nan is clipped, to zero
+            clipped=int((~(norm_U <= bound)).sum()) if clipper else 0,  # nan counts as clipped: its factor is zero
             norm_sum=float(norm_U.sum()),
             clipped_by_layer=clipper.clipped_by_layer() if clipper else (),
         )
 
-    def _plain_sum(self, some: Pass, sum_P: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds gradients without clipping, for runs without differential privacy only; the norms are not known."""
-        with self._attention.of(some):
-            loss_R = self.losses(some)
+    def _plain_sum(self, batch: Pass, sum_P: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds gradients without clipping, only for runs without differential privacy; returns nan for the norms."""
+        with self._attention.of(batch):
+            loss_R = self.losses(batch)
             (loss_R.sum() * self._scale).backward()  # type: ignore[no-untyped-call]
         for parameter, part_P in self._parts(sum_P):
             if parameter.grad is not None:
                 part_P.add_(parameter.grad.flatten(), alpha=1 / self._scale)
             parameter.grad = None
-        return loss_R.detach(), loss_R.new_full((some.num_units - some.goes_on,), float("nan"))
+        return loss_R.detach(), loss_R.new_full((batch.num_units - batch.goes_on,), float("nan"))
 
     def rehearse(self, batches: Sequence[Pass]) -> None:
-        """Holds what a step over these synthetic batches holds at its peak, and changes nothing: to measure memory.
+        """Uses as much memory as a step over these synthetic batches, and changes nothing.
 
-        Parameters, optimizer, noise and the global random state are afterwards as they were, also after an error.
+        Afterwards parameters, optimizer, noise and the global random state are unchanged, even after an error.
 
         Raises:
-            torch.OutOfMemoryError: They do not fit.
-            Refused: See ``step``; as far as the clipped sum is concerned.
+            torch.OutOfMemoryError: The batches do not fit.
+            Refused: As in ``step``, where it concerns the clipped sum.
         """
         momentum = bool(self._optimizer.defaults.get("momentum"))
         numbers = 2 if isinstance(self._optimizer, torch.optim.Adam) else int(momentum)
@@ -230,33 +230,33 @@ class StepEngine:
         devices = [self._device] if self._device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices), heard_by(None):
-                # Ones, because a system hands out zeros without holding memory for them.
+                # Ones, because systems allocate zeros lazily.
                 held = torch.ones(state, device=self._device)
                 flat_P, _ = self.clipped_sum(batches)
                 released_P = flat_P.float()
-                update = torch.ones(2 * self.size, device=self._device)  # what AdamW holds of all parameters at once
+                update = torch.ones(2 * self.size, device=self._device)  # AdamW's temporary tensors
                 del held, flat_P, released_P, update
         except BaseException:
             recover(self._model)
-            self.repack(self.packing)  # the clipper may hold gradients of a pass that did not end
+            self.repack(self.packing)  # the clipper may hold gradients of an unfinished pass
             raise
         finally:
             for parameter in self.parameters.values():
                 parameter.grad = None
 
     def check(self) -> None:
-        """What ``step`` checks before it reads a batch, since model and surroundings may have changed."""
+        """The checks of ``step`` before it reads a batch, since model and settings may have changed."""
         if self._plan is not None:
             _check_arguments(self._model, self._optimizer, self.parameters)
             refuse_foreign_gradients(self.parameters)
             guards.check_float32()
 
     def step(self, batches: Sequence[Pass], canaries: Sequence[int] = ()) -> Diagnostics:
-        """One logical step: clipped sum, noise, update; ``canaries`` are those that the sampler drew.
+        """Takes one logical step: clipped sum, noise, update; ``canaries`` are those that the sampler drew.
 
         Raises:
-            Refused: A trainable parameter has no clipped sum of this step or holds a foreign gradient; model or optimizer
-                train something else than when the engine was made; or TF32 is on.
+            Refused: A trainable parameter has no clipped sum in this step or holds a foreign gradient; the trainable parameters
+                of model or optimizer changed since the engine was made; or TF32 is on.
         """
         self.check()
         flat_P, diagnostics = self.clipped_sum(batches, canaries)
@@ -264,9 +264,9 @@ class StepEngine:
         return diagnostics
 
     def _release(self, flat_P: Tensor) -> Tensor:
-        """Adds noise once and the ranks together, exactly; divides by the public batch size: a post-processing."""
+        """Adds the noise once, sums the ranks exactly, and divides by the public batch size (post-processing)."""
         rank = _rank()
-        # Before the ranks are added up: each holds the sum of its own units only, and no process the whole one without noise.
+        # Before the all-reduce, each rank holds only its own units' sum, so no process ever has the whole sum without noise.
         if self._plan is not None and rank in (None, 0):
             self._noise.add_to(flat_P, self._noise_scale)
         if rank is not None:
@@ -278,7 +278,7 @@ class StepEngine:
         return released_P
 
     def forget_noise(self) -> None:
-        """Takes back no earlier noise from now on, as a resumed run does; for a step that was drawn and did not end."""
+        """Stops cancelling earlier noise, as a resumed run does; for use after a step that was drawn but failed."""
         if isinstance(self._noise, BandedNoise):
             self._noise.forget()
 
@@ -305,11 +305,11 @@ class StepEngine:
             )
 
     def lattice(self) -> dict[str, float]:
-        """What the card says of the noise: the coordinates that train, and its standard deviation over C."""
+        """The card's figures of the noise: the number of trainable coordinates, and its standard deviation over C."""
         return {"coordinates": self.size, "noise_over_max_grad_norm": self._noise_scale / self.max_grad_norm}
 
     def close(self) -> None:
-        """Takes the hooks out of the model and the optimizer, so that they can be saved and used."""
+        """Removes the hooks from model and optimizer, so that they can be saved and used."""
         if self._clipper is not None:
             self._clipper.close()
         if self._guard is not None:
@@ -318,16 +318,16 @@ class StepEngine:
             vars(layer).pop("_cast_input_dtype", None)
 
     def self_check(
-        self, vocab_size: int, low_precision: bool = False, pad_id: int = 0, company: bool = True
+        self, vocab_size: int, low_precision: bool = False, pad_id: int = 0, batch_invariance: bool = True
     ) -> Checked:
-        """Compares with brute-force autograd, in passes as they will run: see ``selfcheck.self_check``.
+        """Compares the engine with brute-force autograd, in passes as they will run: see ``selfcheck.self_check``.
 
-        In low precision, where the forward pass is not float32, 5e-2 is accepted for each row of an example, not 1e-3. Without a
-        Plan there is no check. ``company``: whether kernels round a unit by its place or its company, bit for bit, is asked too.
+        With ``low_precision`` (below float32), the tolerance is 5e-2 per row of an example instead of 1e-3. Without a Plan there
+        is no check. ``batch_invariance``: also test that a unit's bits depend on neither position nor other units.
 
         Raises:
-            NotBatchInvariant: The engine can then be asked again, after ``repack``.
-            Refused: The engine is then closed.
+            NotBatchInvariant: The engine stays open, and can be checked again after ``repack``.
+            Refused: The check failed; the engine is closed.
         """
         if self._clipper is None:
             return Checked(0.0)
@@ -337,14 +337,14 @@ class StepEngine:
                 subject = Subject(
                     model=self._model,
                     parameters=self.parameters,
-                    losses=lambda some: self.losses(some) * self._scale,
+                    losses=lambda batch: self.losses(batch) * self._scale,
                     make_clipper=lambda: self._clipper_of("flat"),
                     device=self._device,
                     vocab_size=vocab_size,
                     packing=self.packing,
                     pad_id=pad_id,
                     tolerance=LOW_PRECISION_TOLERANCE * self.packing.rows_each if low_precision else TOLERANCE,
-                    company=company,
+                    batch_invariance=batch_invariance,
                 )
                 checked = self_check(subject)
         except NotBatchInvariant:
@@ -355,7 +355,7 @@ class StepEngine:
 
 
 def _cast_outside_autocast(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What an adapter reads: under autocast, which rounds it again, it would keep a copy in float32, of twice the size."""
+    """Casts an adapter's input; not under autocast, which casts it again: a float32 copy of twice the size would be kept."""
     if torch.is_autocast_enabled(x.device.type):
         return x
     cast: Tensor = type(layer)._cast_input_dtype(layer, x, dtype)
@@ -363,7 +363,7 @@ def _cast_outside_autocast(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rank() -> int | None:
-    """Of this process among several; None where there is one. The first adds the noise."""
+    """Rank of this process; None if it is the only one. Rank 0 adds the noise."""
     several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
     return distributed.get_rank() if several else None
 
@@ -371,8 +371,8 @@ def _rank() -> int | None:
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
     if isinstance(optimizer, AcceleratedOptimizer) or isinstance(model, DistributedDataParallel):
         raise Refused(
-            "the model or the optimizer is wrapped by accelerator.prepare or DistributedDataParallel, which skip steps and "
-            "average gradients after the noise. Pass them unwrapped; the engine reduces over ranks itself."
+            "the model or the optimizer is wrapped by accelerator.prepare or DistributedDataParallel, which skips steps and "
+            "averages gradients after the noise. Pass both unwrapped; the engine reduces over ranks itself."
         )
     if {id(p) for p in parameters.values()} != {id(p) for p in model.parameters() if p.requires_grad}:
         raise Refused(
@@ -393,9 +393,9 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, paramet
 
 
 def recover(model: nn.Module) -> None:
-    """Makes a sharded model fit for another pass after one that an exception ended, on all ranks alike.
+    """Makes a sharded model usable for another pass after an exception on all ranks.
 
-    Where it ended on one rank only, nothing helps: the others wait for it.
+    After an exception on one rank only, nothing helps: the others wait for it.
     """
     if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):  # new in torch 2.13
         model.reset_iter_state()

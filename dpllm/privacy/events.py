@@ -1,22 +1,22 @@
-"""What was released, as frozen values: the family of accounting events.
+"""Accounting events: frozen values that say what was released.
 
-Comes in: numbers; JSON of plan.json, the ledger and published statements, read once by ``read``. Goes out: events and their
-JSON. Knows no epsilon, no model and no data; ``parts`` adds events up.
+Comes in: numbers; JSON of plan.json, the ledger and published statements, read once by ``read``. Goes out: events and their JSON.
+Must not know epsilons, models or data; ``parts`` adds events up.
 
-An event is stored in plan.json and in the ledger, to be accounted again years later, as {"type": ..., and its fields}: fields
-are exact and meanings never change. A Gaussian is a noisy sum to which a unit adds a vector of norm at most the sensitivity, with
-noise in units of it. The others say what was done with such a sum, or with an event.
+An event is stored in plan.json and in the ledger, to be accounted again years later, as {"type": ..., and its fields}: fields are
+exact, and their meanings never change. A Gaussian is a noisy sum to which a unit adds a vector of norm at most the sensitivity;
+its noise is in units of that sensitivity. The others say what was done with such a sum or with an event.
 
 Guarantee:
-    ``poisson_sampled_group`` bounds what changes if up to ``group_size`` rows are taken out, each clipped on its own: the
-    number of them in a sample is Binomial(group_size, probability), so that one step is dominated by a mixture of
-    Gaussians. ``cyclic_poisson`` costs ceil(count / bands) ``poisson_sampled`` sums at its probability, that of its one group
-    (proof: ``dpllm.privacy.banded``). ``repeat_and_select`` holds if the number of runs was drawn, before the first of them,
-    from the distribution named, of this mean, and nobody sees it; if each run draws one of ``events``, and fresh randomness; if
-    the score that decides is computed from public data, or is part of what that event accounts for; and if nothing of the
-    other runs leaves (proof: ``dpllm.privacy.selection``). ``bounded_range`` holds for draws of range at most ``range``, of
-    which each may depend on the results before it (proof: ``dpllm.privacy.bounded_range``). ``imported`` and ``pure_dp`` hold
-    under the neighbouring relation and for the unit with which they are composed.
+    ``poisson_sampled_group`` bounds the change if up to ``group_size`` rows are removed, each clipped on its own: the number of
+    them in a sample is Binomial(group_size, probability), so one step is dominated by a mixture of Gaussians. ``cyclic_poisson``
+    costs ceil(count / bands) ``poisson_sampled`` sums at its probability, which is that within a group (proof:
+    ``dpllm.privacy.banded``). ``repeat_and_select`` holds if the number of runs was drawn before the first one, from the named
+    distribution with this mean, and stays secret; if each run draws one of ``events`` and fresh randomness; if the score that
+    selects is computed from public data or is covered by that event; and if nothing of the other runs is released (proof:
+    ``dpllm.privacy.selection``). ``bounded_range`` holds for draws of range at most ``range``, each of which may depend on
+    earlier results (proof: ``dpllm.privacy.bounded_range``). ``imported`` and ``pure_dp`` hold under the neighbouring relation
+    and for the unit of the events composed with them.
 
 References:
     Choquette-Choo et al. 2023, "Privacy Amplification for Matrix Mechanisms", corollary 4.7 (mixtures). Charles et al.
@@ -36,8 +36,8 @@ from typing import Any, ClassVar, TypeGuard, get_args
 from dpllm.errors import ConfigError
 from dpllm.privacy.selection import MAX_MEAN_RUNS, SHAPES
 
-LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # an accountant's squares of others do not fit a float
-LEAST_RATE = 1e-12  # below, 1 - q has too few digits left for the loss of a step: at 1e-17 none, and epsilon would be 0
+LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # beyond these, an accountant's squares overflow or underflow
+LEAST_RATE = 1e-12  # below, 1 - q has too few digits for the loss of a step: at 1e-17 none, and epsilon would be 0
 MOST_RANGE = 100.0
 MAX_GROUP_SIZE, MOST_COUNT = 1024, 10**12  # counts are added up in floating point
 MAX_DEPTH = 32
@@ -45,12 +45,12 @@ BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
 class _Value:
-    """An event, whose fields are those of its JSON, with the checks that fields of one name share."""
+    """Base of all events: fields are those of the JSON, and fields with the same name have the same checks."""
 
     type: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """Refuses values from which no guarantee follows, with a ConfigError."""
+        """Refuses, with a ConfigError, values that give no guarantee."""
         for name, value in vars(self).items():
             match name:
                 case "noise_multiplier":
@@ -88,11 +88,11 @@ class _Value:
                 case "distribution":
                     if not isinstance(value, str) or value not in SHAPES:
                         raise ConfigError(f"{self.type} distribution is {value!r}. Use one of {', '.join(SHAPES)}.")
-                case _:  # what nothing checks would be of unknown cost
+                case _:  # an unchecked field would have an unknown cost
                     raise AssertionError(name)
 
     def to_json(self) -> dict[str, Any]:
-        """As it is stored; ``read`` is the inverse."""
+        """The stored form; ``read`` is the inverse."""
         stored: dict[str, Any] = {"type": self.type}
         for name, value in vars(self).items():
             if isinstance(value, tuple):
@@ -111,7 +111,7 @@ class Gaussian(_Value):
 
 @dataclass(frozen=True)
 class PoissonSampled(_Value):
-    """A noisy sum over a fresh Poisson sample, for ``group_size`` rows or units together, each joining by its own coin."""
+    """A noisy sum over a fresh Poisson sample, with respect to ``group_size`` rows or units together, each with its own coin."""
 
     type = "poisson_sampled"
     probability: float
@@ -119,7 +119,7 @@ class PoissonSampled(_Value):
     group_size: int = 1
 
     def to_json(self) -> dict[str, Any]:
-        """Groups have a type of their own, so that no reader who knows single things alone takes one for the other."""
+        """Groups have a type of their own, so that a reader that only supports single units does not misread them."""
         stored = super().to_json()
         if self.group_size == 1:
             del stored["group_size"]
@@ -129,7 +129,7 @@ class PoissonSampled(_Value):
 
 @dataclass(frozen=True)
 class CyclicPoisson(_Value):
-    """``count`` steps of banded noise, each over a Poisson sample of the group whose turn it is."""
+    """``count`` steps with banded noise, each over a Poisson sample of the group whose turn it is."""
 
     type = "cyclic_poisson"
     bands: int
@@ -140,7 +140,7 @@ class CyclicPoisson(_Value):
 
 @dataclass(frozen=True)
 class SelfComposed(_Value):
-    """An event ``count`` times."""
+    """An event repeated ``count`` times."""
 
     type = "self_composed"
     count: int
@@ -149,7 +149,7 @@ class SelfComposed(_Value):
 
 @dataclass(frozen=True)
 class Composed(_Value):
-    """All of these on the same data."""
+    """Several events on the same data."""
 
     type = "composed"
     events: tuple[Event, ...]
@@ -157,7 +157,7 @@ class Composed(_Value):
 
 @dataclass(frozen=True)
 class RepeatAndSelect(_Value):
-    """A random number of runs, each one of these events by a fair draw, of which only the best result left."""
+    """A random number of runs, each a uniformly drawn one of ``events``, of which only the best result is released."""
 
     type = "repeat_and_select"
     events: tuple[Event, ...]
@@ -167,12 +167,12 @@ class RepeatAndSelect(_Value):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.events:
-            raise ConfigError("repeat_and_select has no events, so nothing says what a run costs. Name one or more.")
+            raise ConfigError("repeat_and_select has no events, so the cost of a run is unknown. Name one or more.")
 
 
 @dataclass(frozen=True)
 class Imported(_Value):
-    """Made elsewhere, and no more than epsilon and delta is known."""
+    """A release made elsewhere, of which only epsilon and delta are known."""
 
     type = "imported"
     epsilon: float
@@ -181,7 +181,7 @@ class Imported(_Value):
 
 @dataclass(frozen=True)
 class PureDP(_Value):
-    """One release without a delta, such as discrete Laplace noise on a count."""
+    """One release with delta 0, such as discrete Laplace noise on a count."""
 
     type = "pure_dp"
     epsilon: float
@@ -189,7 +189,7 @@ class PureDP(_Value):
 
 @dataclass(frozen=True)
 class BoundedRange(_Value):
-    """``count`` draws, one after the other, each of range at most ``range``: exponential mechanisms."""
+    """``count`` adaptive draws, each of range at most ``range``, such as exponential mechanisms."""
 
     type = "bounded_range"
     range: float
@@ -208,7 +208,7 @@ Event = (
     | BoundedRange
 )
 RunEvent = SelfComposed | CyclicPoisson
-"""What a run of dpllm executes: ``count`` steps."""
+"""The event of a dpllm run: ``count`` steps."""
 
 _KINDS: dict[str, Any] = {
     **{kind.type: kind for kind in get_args(Event)},
@@ -222,7 +222,7 @@ def read(value: Any, depth: int = MAX_DEPTH) -> Event:
     """An event from its JSON, by an allow-list.
 
     Raises:
-        ConfigError: an unknown type, a missing or unknown field, a value out of range, or more than `depth` events in each other.
+        ConfigError: an unknown type, a missing or unknown field, a value out of range, or events nested more than `depth` deep.
     """
     if not depth:
         raise ConfigError(f"an accounting event is nested in {MAX_DEPTH} others. Flatten it.")
@@ -246,10 +246,10 @@ def dp_sgd_event(sampling_rate: float, noise_multiplier: float, num_steps: int, 
     """The event of DP-SGD: `num_steps` Gaussian sums, each over a fresh Poisson sample (Abadi et al. 2016, algorithm 1).
 
     Args:
-        sampling_rate: probability q that a sampled thing joins a logical batch, 0 < q <= 1.
+        sampling_rate: probability q that a unit (or row) joins a logical batch, 0 < q <= 1.
         noise_multiplier: standard deviation of the noise over the clipping norm, > 0.
-        num_steps: logical batches, >= 0.
-        group_size: how many sampled things are protected together, 1 to 1024.
+        num_steps: number of logical batches, >= 0.
+        group_size: how many of them are protected together, 1 to 1024.
     """
     return SelfComposed(num_steps, PoissonSampled(sampling_rate, Gaussian(noise_multiplier), group_size))
 
@@ -260,7 +260,7 @@ def compose(events: Sequence[Event]) -> Composed:
 
 
 def count_releases(event: Event) -> int:
-    """How many noisy sums, draws or pure_dp releases a run may execute on the strength of `event`; others pay for none."""
+    """How many noisy sums, draws or pure_dp releases `event` pays for; 0 for other events."""
     match event:
         case Gaussian() | PoissonSampled() | PureDP() | RepeatAndSelect():
             return 1
@@ -275,9 +275,9 @@ def count_releases(event: Event) -> int:
 
 
 def divisible(event: Event) -> TypeGuard[RunEvent]:
-    """Whether ``count`` says how many steps an event has, so that a smaller one is the event of fewer of them.
+    """Whether ``count`` is the event's number of steps, so that a smaller ``count`` gives the event of fewer steps.
 
-    What was imported ran elsewhere, and no count of steps says how much of it.
+    An imported event ran elsewhere, and no count says how many of its steps.
     """
     return isinstance(event, CyclicPoisson) or (
         isinstance(event, SelfComposed) and isinstance(event.event, Gaussian | PoissonSampled)
@@ -285,7 +285,7 @@ def divisible(event: Event) -> TypeGuard[RunEvent]:
 
 
 def step_of(event: Event) -> PoissonSampled | CyclicPoisson:
-    """One of a run's steps, with its probability and noisy sum; of cyclic_poisson, all of them. ConfigError for other events."""
+    """One step of a run, with probability and noisy sum; all steps of a cyclic_poisson. ConfigError for other events."""
     match event:
         case CyclicPoisson():
             return event
@@ -295,40 +295,40 @@ def step_of(event: Event) -> PoissonSampled | CyclicPoisson:
 
 
 def of_training(event: Event) -> bool:
-    """Whether an event is that of a run's steps, or of the best of such runs; ConfigError for one whose steps are no run's."""
+    """Whether an event is that of a run or of the best of several runs; ConfigError if its steps are not a run's."""
     runs = event.events if isinstance(event, RepeatAndSelect) else (event,)
     return all(step_of(run) for run in runs)
 
 
 def mechanism_of(event: Event) -> Gaussian | None:
-    """The noisy sum inside; None where there is none, or are several."""
+    """The event's only noisy sum; None if it has none or several."""
     while isinstance(event, PoissonSampled | CyclicPoisson | SelfComposed):
         event = event.event
     return event if isinstance(event, Gaussian) else None
 
 
-def number(name: str, value: Any, above: float, most: float = sys.float_info.max, *, including: bool = False) -> float:
-    """A finite number above `above` (or equal to it, if `including`) and at most `most`; ConfigError for any other."""
+def number(name: str, value: Any, above: float, top: float = sys.float_info.max, *, including: bool = False) -> float:
+    """A finite number above `above` (or equal to it, if `including`) and at most `top`; ConfigError for any other."""
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not (above < value <= most or (including and value == above)):
-        limit = " and below 1" if most == BELOW_ONE else "" if most == sys.float_info.max else f" and at most {most:g}"
-        least = "of at least" if including else "above"
+    if not good or not (above < value <= top or (including and value == above)):
+        limit = " and below 1" if top == BELOW_ONE else "" if top == sys.float_info.max else f" and at most {top:g}"
+        bound = "of at least" if including else "above"
         raise ConfigError(
-            f"{name} is {value!r}, which gives no guarantee. Set a finite number {least} {above:g}{limit}."
+            f"{name} is {value!r}, which gives no guarantee. Set a finite number {bound} {above:g}{limit}."
         )
     return float(value)
 
 
-def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """An integer from `least` to `most`; ConfigError for any other value."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        limit = "" if most is None else f" and <= {most}"
-        raise ConfigError(f"{name} is {value!r}. Set an integer >= {least}{limit}.")
+def integer(name: str, value: Any, minimum: int, top: int | None = None) -> int:
+    """An integer from `minimum` to `top`; ConfigError for any other value."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum or (top is not None and value > top):
+        limit = "" if top is None else f" and <= {top}"
+        raise ConfigError(f"{name} is {value!r}. Set an integer >= {minimum}{limit}.")
     return value
 
 
 def check_events(*parts: Event) -> None:
-    """Refuses what is no event, which would else cost nothing, with a ConfigError."""
+    """Refuses, with a ConfigError, anything that is not an event, which would otherwise cost nothing."""
     for part in parts:
         if not isinstance(part, Event):
             raise ConfigError(

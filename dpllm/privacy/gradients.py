@@ -1,11 +1,11 @@
-"""Every unit's gradient of one pass, until the clipping factors are known.
+"""Holds every unit's gradient of one pass until the clipping factors are known.
 
-Comes in: parts, as the layer rules give them. Goes out: each unit's norms, and the sum under given factors.
+Comes in: parts from the layer rules. Goes out: each unit's norms, and the sum with given factors.
 
 Small gradients are formed at once and held, side by side, for every unit of the pass. Large ones (a trained head, whole layers)
-are formed twice from the same numbers: once to be measured, once to be added, so that what is added is what was measured. Which
-are held follows from public numbers. What is computed for one unit has a shape that follows from that unit and from public
-numbers; what is added up are whole numbers, exactly.
+are formed twice from the same numbers, once to be measured and once to be added, so the same gradient is measured and added.
+Public numbers decide which ones are held. Everything computed for one unit has a shape that depends on that unit and on public
+numbers; sums are exact sums of integers.
 
 Shape suffixes: M tokens of a pass, U units, L parameters, P coordinates.
 """
@@ -25,34 +25,34 @@ from torch import Tensor, nn
 from dpllm.privacy.packing import Segment, sent
 from dpllm.privacy.rules import Formed, LookedUp, Part, Product, Summed
 
-WIDE = 16_384  # rows of a weight that is a head over a vocabulary
-CACHED = 2**16  # numbers that are squared at once, of so many units: they stay in a processor's cache
-TOGETHER = 8  # units
-FORMED = 2**21  # numbers of a gradient that is formed twice, of which so many exist at once
-ADDED = 2**17  # numbers of all units that are added at once
-ALIGNED = 32  # numbers; where a gradient begins in the buffer, so that kernels read it alike for each unit
-NARROW = 64  # columns up to which a processor forms a tall matrix several times faster if its transpose lies in memory
-SMALL = 2**16  # numbers of a gradient that one thread forms sooner than several
+WIDE = 16_384  # rows above which a weight counts as a head over a vocabulary
+CACHED = 2**16  # numbers squared at a time, so that they stay in a processor's cache
+TOGETHER = 8  # units squared at a time
+FORMED = 2**21  # numbers of a gradient formed twice that exist at a time
+ADDED = 2**17  # numbers of all units added at a time
+ALIGNED = 32  # numbers; alignment of gradients in the buffer, so that kernels read them the same way for each unit
+NARROW = 64  # columns up to which a CPU forms a tall matrix several times faster as its transpose
+SMALL = 2**16  # numbers of a gradient that one thread forms faster than several
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter's coordinates stand."""
+    """The place of a parameter's coordinates."""
 
-    start: int  # in the flat vector of all that train
+    start: int  # in the flat vector of trainable coordinates
     size: int
     shape: torch.Size
-    held: int | None  # where in the buffer of held gradients; None: formed twice
+    held: int | None  # offset in the buffer of held gradients; None: formed twice
     transposed: bool = False  # held as its transpose
 
 
 def is_wide(parameter: Tensor) -> bool:
-    """A head or an embedding of a vocabulary, and no adapter of one."""
+    """Whether it is a head or embedding of a vocabulary, and not an adapter of one."""
     return parameter.dim() == 2 and max(parameter.shape) >= WIDE and min(parameter.shape) > 64
 
 
 def places_of(parameters: Mapping[str, nn.Parameter], held_numbers: int, transposes: bool = True) -> dict[str, Place]:
-    """Which gradients are held: all that are no head over a vocabulary, as far as ``held_numbers`` of a unit allow.
+    """Decides which gradients are held: all but heads over a vocabulary, if ``held_numbers`` per unit allow it.
 
     ``transposes``: whether tall, narrow ones (LoRA's B) are held as their transposes.
     """
@@ -74,32 +74,32 @@ def places_of(parameters: Mapping[str, nn.Parameter], held_numbers: int, transpo
 
 
 class PassGradients:
-    """What the calls of all layers have contributed in one backward pass.
+    """The contributions of all layer calls in one backward pass.
 
     A parameter may be used by several calls and several layers (a tied head): their gradients are added before any norm is
     taken, cross terms included.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], most_units: int, held_numbers: int) -> None:
-        """``held_numbers``: coordinates of one unit that may be held."""
+        """``held_numbers``: maximum coordinates held per unit."""
         self._device = next(iter(parameters.values())).device
-        self._kernels = kernels_for(self._device)  # where there are such, all units share one call
+        self._kernels = kernels_for(self._device)  # with kernels, one call handles all units
         self.places = places_of(parameters, held_numbers, transposes=self._kernels is None)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self.size = sum(place.size for place in self.places.values())
         ends = [place.held + place.size for place in self.places.values() if place.held is not None]
         self._held = -(-max(ends, default=0) // ALIGNED) * ALIGNED
         self._most = most_units
-        self._bounds_2U = torch.empty(0)  # for them: where units begin and end
+        self._bounds_2U = torch.empty(0)  # for kernels: starts and ends of units
         spans = [(place.held, place.size) for place in self.places.values() if place.held is not None]
-        self._held_2L = torch.tensor([*zip(*spans, strict=True)], device=self._device)  # and where parameters do
+        self._held_2L = torch.tensor([*zip(*spans, strict=True)], device=self._device)  # and places of parameters
         self._buffer_UP = torch.zeros((0, self._held), device=self._device)
         self._units: list[Segment] = []
         self._seen: set[int] = set()
         self._parts: dict[str, list[Part]] = {}
 
     def open(self, units: Sequence[Segment]) -> None:
-        """Begins a pass, and forgets the last."""
+        """Begins a pass and forgets the last one."""
         self._units, self._seen, self._parts = list(units), set(), {}
         if len(units) > self._most:
             raise ValueError(f"{len(units)} units in a pass of {self._most}")
@@ -107,23 +107,23 @@ class PassGradients:
             bounds = [[unit.start for unit in units], [unit.stop for unit in units]]
             self._bounds_2U = sent(bounds, torch.long, self._device)
         if len(self._buffer_UP) < len(units):
-            self._buffer_UP = self._buffer_UP[:0].clone()  # frees it, before its successor takes its place
+            self._buffer_UP = self._buffer_UP[:0].clone()  # frees it before a larger one is allocated
             self._buffer_UP = torch.zeros((len(units), self._held), device=self._device)
 
     def close(self) -> None:
-        """Forgets the last pass, and keeps its memory for the next."""
+        """Forgets the last pass but keeps its buffer for the next."""
         self._parts = {}
 
     def trains(self, parameter: Tensor | None) -> bool:
-        """Whether it is one of these."""
+        """Whether a parameter is among the trainable ones."""
         return id(parameter) in self._names
 
     def missing(self) -> list[str]:
-        """Parameters to which no call has contributed."""
+        """Names of parameters to which no call contributed."""
         return [name for key, name in self._names.items() if key not in self._seen]
 
     def add(self, parameter: Tensor, part: Part) -> None:
-        """Takes the contribution of one call of one layer."""
+        """Adds the contribution of one call of one layer."""
         name, first = self._names[id(parameter)], id(parameter) not in self._seen
         place = self.places[name]
         self._seen.add(id(parameter))
@@ -144,13 +144,13 @@ class PassGradients:
             _add_one(part, number, unit, into)
 
     def _slots(self, place: Place) -> Tensor:
-        """(units or more, *shape): where each unit's gradient of a parameter is held."""
+        """View of the buffer, (units or more, *shape): each unit's gradient of a parameter."""
         assert place.held is not None
         slots_UP = self._buffer_UP[:, place.held : place.held + place.size]
         return slots_UP.view(-1, *reversed(place.shape)).mT if place.transposed else slots_UP.view(-1, *place.shape)
 
     def _add_together(self, part: Product | Summed, slot_UP: Tensor, place: Place, first: bool) -> None:
-        """Every unit's share of a part at once."""
+        """Adds every unit's share of a part in one call."""
         assert self._kernels is not None
         if isinstance(part, Product):
             tokens, left, right = len(part.left_Mi), part.left_Mi.flatten(0, -2), part.right_Mj.flatten(0, -2)
@@ -174,7 +174,7 @@ class PassGradients:
             if len(held_LU) == len(square_LU):
                 return held_LU
             square_LU[[row for row, (_, place) in rows if place.held is not None]] = held_LU
-            rows = [(row, each) for row, each in rows if each[1].held is None]
+            rows = [(row, item) for row, item in rows if item[1].held is None]
         for row, (name, place) in rows:
             for number in range(len(self._units)):
                 norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for _, g in self._formed(name, place, number)]
@@ -182,7 +182,7 @@ class PassGradients:
         return square_LU
 
     def added_up(self, square_LU: Tensor) -> Tensor:
-        """square_U: one after the other, since a kernel's sum over L may take another order for the last of U units."""
+        """square_U: summed one by one, since a kernel's sum over L may use another order for the last units."""
         if self._kernels is None:
             return reduce(torch.add, square_LU.unbind())
         square_U = torch.empty_like(square_LU[0])
@@ -190,7 +190,7 @@ class PassGradients:
         return square_U
 
     def _formed(self, name: str, place: Place, number: int) -> Iterator[tuple[slice | Tensor, Tensor]]:
-        """One unit's gradient of one matrix, some of its rows at a time, in float32; the same bits each time."""
+        """Forms one unit's gradient of one matrix, some rows at a time, in float32; with the same bits each time."""
         parts, unit = self._parts[name], self._units[number]
         vectors = [part for part in parts if isinstance(part, LookedUp) and not part.columns]
         if len(vectors) == len(parts):  # most rows are zero
@@ -205,9 +205,9 @@ class PassGradients:
             yield slice(start, stop), gradient
 
     def add_to(self, sum_P: Tensor, factor_U: Tensor, counted_U: Tensor) -> None:
-        """Adds the counted units' gradients times ``factor_U``, each rounded to whole numbers, into ``sum_P``, in float64.
+        """Adds the counted units' gradients times ``factor_U``, each rounded to integers, to ``sum_P``, in float64.
 
-        The sum of whole numbers below 2^53 is exact, so it is the same in any order and any company.
+        Sums of integers below 2^53 are exact, so they do not depend on the order or on other units.
         """
         held_UP = self._buffer_UP[: len(self._units)]
         stretches = list(self._stretches())
@@ -218,12 +218,12 @@ class PassGradients:
             stretches = []
         twice = {name: place for name, place in self.places.items() if place.held is None}
         if self._kernels is not None and not twice:
-            return  # without waiting for a GPU to say who counts
+            return  # without waiting for the GPU
         taken = counted_U.nonzero().flatten().tolist()
         if not taken:
             return
         if len(taken) < len(held_UP):
-            held_UP[~counted_U] = 0  # 0 * nan is nan: one bad unit would poison everybody's sum
+            held_UP[~counted_U] = 0  # 0 * nan is nan: one bad unit would spoil the whole sum
         width = max(1, ADDED // len(self._units))
         for into, stop, held in stretches:
             for start in range(into, stop, width):
@@ -242,7 +242,7 @@ class PassGradients:
                     target[rows] += gradient.double().mul_(factor_U[number]).round_()
 
     def _stretches(self) -> Iterator[tuple[int, int, int]]:
-        """(start, stop, where it is held) of coordinates that are neighbours in both, in the same order."""
+        """(start, stop, offset in the buffer) of coordinates that are contiguous in both."""
         start = stop = held = 0
         for place in self.places.values():
             if place.held is None or place.transposed:
@@ -256,7 +256,7 @@ class PassGradients:
             yield start, stop, held
 
     def whole(self, number: int) -> Tensor:
-        """gradient_P of one unit, in float32: a copy."""
+        """A copy of gradient_P of one unit, in float32."""
         gradient_P = torch.zeros(self.size, device=self._device)
         for name, place in self.places.items():
             into = gradient_P[place.start : place.start + place.size]
@@ -270,7 +270,7 @@ class PassGradients:
 
 @cache
 def kernels_for(device: torch.device) -> Any:
-    """The module of kernels for this device, ``kernels``; None where Triton or its compiler is missing, or a GPU is too small."""
+    """The module ``kernels`` if this device can use it; None without Triton or its compiler, or if the GPU is too small."""
     if device.type != "cuda":
         return None
     try:
@@ -279,15 +279,15 @@ def kernels_for(device: torch.device) -> Any:
         kernels.try_out(device)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # whatever a compiler that is missing ends in
+    except Exception:  # a missing compiler raises anything
         return None
     return kernels
 
 
 def _squares(buffer_UP: Tensor, start_L: Tensor) -> Tensor:
-    """square_UL in float64, of gradients side by side that begin at ``start_L``, multiples of ``ALIGNED``, with zeros between.
+    """square_UL in float64 of gradients side by side, which start at multiples ``start_L`` of ``ALIGNED``, with zeros between.
 
-    Sums of ``ALIGNED`` squares, then the sums of these: both orders follow from the gradient's own size.
+    Sums ``ALIGNED`` squares, then these sums; both orders depend only on the gradient's size.
     """
     units, size = buffer_UP.shape
     sum_UK = torch.empty((units, size // ALIGNED), dtype=torch.float64, device=buffer_UP.device)
@@ -302,13 +302,13 @@ def _squares(buffer_UP: Tensor, start_L: Tensor) -> Tensor:
 
 
 def _rounded(gradient_U: Tensor, factor_U: Tensor) -> Tensor:
-    """The sum over units of each one's multiple of its gradient, in whole numbers."""
+    """The sum over units of factor times gradient, each rounded to integers."""
     multiple_U = gradient_U.double().mul_(factor_U.view(-1, *(1 for _ in gradient_U.shape[1:])))
     return multiple_U.round_().sum(dim=0)
 
 
 def _add_one(part: Part, number: int, unit: Segment, into: Tensor, start: int = 0) -> None:
-    """Adds one unit's share of a part to its gradient, or to the rows of it that begin at ``start``."""
+    """Adds one unit's share of a part to its gradient, or to its rows from ``start`` on."""
     tokens, rows = slice(unit.start, unit.stop), slice(start, start + len(into))
     if isinstance(part, Product):
         into.addmm_(_rows_of(part.left_Mi[tokens, ..., rows]).t(), _rows_of(part.right_Mj[tokens]))
@@ -326,12 +326,12 @@ def _add_one(part: Part, number: int, unit: Segment, into: Tensor, start: int = 
 
 
 def _rows_of(values: Tensor) -> Tensor:
-    """(N, last) in float32: whatever stands between a token and the last dimension is a row of its own."""
+    """(N, last) in float32: dimensions between token and last become rows."""
     return values.float().flatten(0, -2)
 
 
 def _looked_up(parts: Sequence[LookedUp], unit: Segment) -> tuple[Tensor, Tensor]:
-    """(id_K, values_Kd): the sum of one unit's vectors at each index, no index twice."""
+    """(id_K, values_Kd): the sum of one unit's vectors at each distinct index."""
     id_N = torch.cat([part.ids_M[unit.start : unit.stop] for part in parts])
     values_Nd = torch.cat([part.values_Md[unit.start : unit.stop] for part in parts])
     id_K, place_N = torch.unique(id_N, return_inverse=True)
@@ -339,11 +339,11 @@ def _looked_up(parts: Sequence[LookedUp], unit: Segment) -> tuple[Tensor, Tensor
 
 
 def _products(part: Product, units: Sequence[Segment], into_Uij: Tensor, first: bool) -> None:
-    """Each unit's left.T @ right, of its own tokens, in float32."""
+    """Each unit's left.T @ right over its own tokens, in float32."""
     left, right = _rows_of(part.left_Mi), _rows_of(part.right_Mj)
     rows = len(left) // len(part.left_Mi)  # of each token
     sizes = [(min(unit.stop, len(part.left_Mi)) - unit.start) * rows for unit in units]
-    sizes.append(len(left) - sum(sizes))  # what pads the pass
+    sizes.append(len(left) - sum(sizes))  # padding of the pass
     lefts, rights = torch.split(left.t(), sizes, dim=1), torch.split(right, sizes)
     with _one_thread() if left.shape[1] * right.shape[1] <= SMALL else contextlib.nullcontext():
         for left_iN, right_Nj, into_ij in zip(lefts, rights, into_Uij[: len(units)], strict=False):

@@ -1,6 +1,6 @@
-"""Refusals: what would break the promise, found in the model or the machine before anything runs.
+"""Guards: refuse models and machine settings that would break the promise, before anything runs.
 
-A guard costs a user one clear line; a guard that is missing costs somebody their privacy.
+A guard costs a user one clear line; a missing guard costs somebody their privacy.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpllm.errors import Refused
 
-ROUTED = frozenset({"experts", "router", "gate"})  # parts of a name
-# torch reads it once, when the process multiplies on a GPU for the first time, and refuses products afterwards if it was not set.
+ROUTED = frozenset({"experts", "router", "gate"})  # parts of a parameter's name
+# torch reads it once, at the first product on a GPU, and refuses later products if it was not set.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses a layer that couples the rows of a batch, and a router, an expert or a DoRA magnitude that trains."""
+    """Refuses a layer that couples the rows of a batch, and a trainable router, expert or DoRA magnitude."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise Refused(
-                f"{name} is a batch norm: every row's output depends on the other rows in the batch. Use another base model."
+                f"{name} is a batch norm, so every row's output depends on the other rows in the batch. Use another base model."
             )
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         if parameter.requires_grad and ROUTED & set(parts):
             raise Refused(
                 f"{name} belongs to a router or an expert, which mixes tokens of different rows. Set adapter.method: lora and "
-                "adapter.target_modules: auto, which leaves routers and experts out."
+                "adapter.target_modules: auto, which excludes routers and experts."
             )
         if parameter.requires_grad and any("magnitude_vector" in part for part in parts):
             raise Refused(f"{name} is a DoRA magnitude, whose layer is called twice. Use LoRA without DoRA.")
 
 
 def check_float32() -> None:
-    """Refuses TF32 and other short cuts of products of float32."""
+    """Refuses TF32 and other shortcuts for float32 products."""
     try:
         exact = torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # torch's new switches were used, and the old one then does not answer
+    except RuntimeError:  # torch's new switches were used, and then the old one cannot be read
         exact = False
     if not exact:
         raise Refused(
@@ -54,9 +54,9 @@ def check_float32() -> None:
 
 @contextlib.contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """On a GPU, kernels whose result has the same bits each time, where there are such; elsewhere they have anyway.
+    """Selects kernels on a GPU whose results have the same bits each time; elsewhere all kernels have this property.
 
-    Sums by atomic additions come in an order that nobody decides, so a row would be rounded differently in every pass.
+    Atomic additions happen in a random order, so a row would be rounded differently in every pass.
     """
     if device.type != "cuda":
         yield
@@ -64,8 +64,8 @@ def deterministic(device: torch.device) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False  # every kernel would write what nobody reads
-    torch.use_deterministic_algorithms(True)  # warn_only would leave the backward pass of attention as it is
+    settings.fill_uninitialized_memory = False  # else every kernel would fill memory that is never read
+    torch.use_deterministic_algorithms(True)  # warn_only would not change the backward pass of attention
     try:
         yield
     except RuntimeError as error:
@@ -82,9 +82,9 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def distinct() -> Iterator[None]:
-    """For writes to places of which none is written twice: they leave the same bits in any order.
+    """For writes to distinct indices, whose result does not depend on their order.
 
-    Without it, ``deterministic`` has torch sort the places first, at ten times the cost on a GPU.
+    Without it, ``deterministic`` makes torch sort the indices first, at ten times the cost on a GPU.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)

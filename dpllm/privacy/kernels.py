@@ -1,8 +1,8 @@
-"""Kernels that compute for every unit of a pass in one call, in Triton, for GPUs.
+"""Triton kernels for GPUs that handle every unit of a pass in one call.
 
-Comes in: tokens of a pass and where each unit's begin and end. Goes out: every unit's gradient, its squared norm, the sum under
-given factors. A unit's numbers are computed by programs that read that unit alone, in an order that follows from its own tokens
-and from public numbers, so that they have the same bits at any place and in any company.
+Comes in: tokens of a pass and each unit's bounds. Goes out: every unit's gradient, its squared norm, the sum with given factors.
+The programs that compute a unit's numbers read that unit alone, in an order that depends on its own tokens and public numbers, so
+the numbers have the same bits at any position and with any other units.
 
 Shape suffixes: M tokens of a pass, U units, L parameters, P coordinates.
 """
@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LEAST, MOST, MOST_WIDE = 16, 128, 64  # numbers of a tile's side, as tensor cores take them; MOST_WIDE of float32
-TOKENS = 64  # of a unit that one tile reads at once
+LEAST, MOST, MOST_WIDE = 16, 128, 64  # side of a tile, as tensor cores require; MOST_WIDE for float32
+TOKENS = 64  # of a unit that a tile reads at a time
 AT_ONCE = 1024  # coordinates of one program
-WHOLE = 1.5 * 2.0**52  # added to a float64 below 2^51 and taken off again, it leaves the nearest whole number
-MEASURED = 4096  # numbers of a gradient of which a program adds up the squares at once
+WHOLE = 1.5 * 2.0**52  # adding and subtracting it rounds a float64 below 2^51 to the nearest integer
+MEASURED = 4096  # numbers of a gradient whose squares a program adds at a time
 
 
 @triton.jit(do_not_specialize=["units", "tokens", "each", "first"])
@@ -83,25 +83,25 @@ def _added(held_UP, factor_U, sum_P, row, units, size, AT_ONCE: tl.constexpr, WH
 
 
 def _device_of(values: Tensor) -> Any:
-    """Triton starts kernels on the current device, and in its stream: this makes it that of the values."""
+    """Makes the values' device current, because Triton launches kernels on the current device and its stream."""
     return torch.cuda.device_of(values)  # type: ignore[no-untyped-call]
 
 
 def products(left_Ni: Tensor, right_Nj: Tensor, bounds_2U: Tensor, into_Uij: Tensor, tokens: int, first: bool) -> None:
-    """left.T @ right of each unit's rows, in float32, added to ``into_Uij`` or, if ``first``, in its place.
+    """Adds left.T @ right of each unit's rows to ``into_Uij`` in float32, or replaces it if ``first``.
 
     Args:
-        left_Ni: Rows of the pass, as many for each token.
-        right_Nj: As many.
-        bounds_2U: The token at which each unit begins, and the one behind its last.
-        into_Uij: Of so many units, or of more.
-        tokens: Of the pass.
-        first: Whether what stands there is replaced.
+        left_Ni: Rows of the pass, the same number for each token.
+        right_Nj: As many rows.
+        bounds_2U: Each unit's first token, and the one after its last.
+        into_Uij: Results of at least U units.
+        tokens: Number of tokens in the pass.
+        first: Whether to replace the old content.
     """
     units, each, (wide, high) = bounds_2U.shape[1], len(left_Ni) // tokens, into_Uij.shape[1:]
     low = left_Ni.dtype == right_Nj.dtype and left_Ni.dtype.itemsize == 2
-    most = MOST if low else MOST_WIDE
-    tile = [min(most, max(LEAST, triton.next_power_of_2(side))) for side in (wide, high)]
+    largest = MOST if low else MOST_WIDE
+    tile = [min(largest, max(LEAST, triton.next_power_of_2(side))) for side in (wide, high)]
     grid = units, triton.cdiv(wide, tile[0]), triton.cdiv(high, tile[1])
     rows = left_Ni.stride(0), right_Nj.stride(0), into_Uij.stride(0)
     with _device_of(left_Ni):
@@ -128,8 +128,8 @@ def squares(held_UP: Tensor, places_2L: Tensor, square_LU: Tensor) -> None:
 
     Args:
         held_UP: Gradients, float32.
-        places_2L: Where each parameter begins, and its size.
-        square_LU: Where the norms go.
+        places_2L: Each parameter's start and size.
+        square_LU: The output.
     """
     with _device_of(held_UP):
         _squares[square_LU.shape](held_UP, places_2L, square_LU, held_UP.stride(0), MEASURED, num_warps=8)
@@ -142,19 +142,19 @@ def add_up(square_LU: Tensor, square_U: Tensor) -> None:
 
 
 def add_rounded(held_UP: Tensor, factor_U: Tensor, sum_P: Tensor) -> None:
-    """Adds each unit's numbers times its factor, each rounded to a whole number, into ``sum_P``, in float64.
+    """Adds each unit's numbers times its factor, each rounded to an integer, to ``sum_P``, in float64.
 
-    What has the factor 0 is not read.
+    Numbers with factor 0 are not read.
     """
-    grid, rest = (triton.cdiv(len(sum_P), AT_ONCE),), (AT_ONCE, WHOLE)
+    grid, constants = (triton.cdiv(len(sum_P), AT_ONCE),), (AT_ONCE, WHOLE)
     with _device_of(held_UP):
         _added[grid](
-            held_UP, factor_U, sum_P, held_UP.stride(0), len(factor_U), len(sum_P), *rest, enable_fp_fusion=False
+            held_UP, factor_U, sum_P, held_UP.stride(0), len(factor_U), len(sum_P), *constants, enable_fp_fusion=False
         )
 
 
 def try_out(device: torch.device) -> None:
-    """Compiles and runs every kernel, products of the largest tiles too; raises what a GPU or a compiler says against it."""
+    """Compiles and runs every kernel, including products with the largest tiles; raises any error of GPU or compiler."""
     for dtype, side in ((torch.bfloat16, MOST), (torch.float32, MOST_WIDE)):
         ones = torch.ones(side, side, device=device, dtype=dtype)
         into = torch.zeros(1, side, side, device=device)

@@ -1,4 +1,4 @@
-"""What no membership test can exceed, and a guarantee in other words: rates, areas, Gaussian mu, epsilon without sampling.
+"""Upper bounds on membership tests, and a guarantee in other terms: rates, areas, Gaussian mu, epsilon without sampling.
 
 Comes in: an event and a neighbouring relation, or an epsilon and a delta. Goes out: upper bounds. Imports dp-accounting, numpy
 and scipy only when it computes.
@@ -20,22 +20,22 @@ from dpllm.privacy.privacy_loss import MOST_EXPONENT, Relation, deltas_at, inver
 from dpllm.records import NotNegative, Record, Share
 
 FPRS = (0.001, 0.01)
-SMALLEST_DELTA = 1e-10  # below it, round-off in a composed distribution is as large as delta
-INTERVAL = 1e-3  # of the privacy loss: wider than for a stated epsilon, and an upper bound all the same
+SMALLEST_DELTA = 1e-10  # below it, round-off of a composed distribution is as large as delta
+INTERVAL = 1e-3  # of the privacy loss: wider than for a stated epsilon, and still an upper bound
 NUM_EPSILONS = 512
 POINTS = 25
 DECADES = 3  # from a false-positive rate of 0.1 % to 100 %
 RATES = tuple(float(f"{10 ** (DECADES * (place / (POINTS - 1) - 1)):.6g}") for place in range(POINTS))
-"""False-positive rates at which the curve is known; 0.1 %, 1 % and 10 % are among them."""
+"""False-positive rates at which the curve is computed; 0.1 %, 1 % and 10 % are among them."""
 
 
 class MechanismLimits(Record):
-    """What no membership test can exceed, from every (epsilon, delta) of the event at once."""
+    """Upper bounds on any membership test, from every (epsilon, delta) of the event at once."""
 
     auc: Share | None
     """Largest area under the ROC curve."""
     gdp_mu: NotNegative | None
-    """Smallest mu of a Gaussian mechanism with at least the delta of this event wherever it is at least 1e-10; a summary."""
+    """Smallest mu of a Gaussian mechanism whose delta is at least this event's wherever that is at least 1e-10; a summary."""
     tpr_at_fpr_0_001: Share | None = Field(alias="tpr_at_fpr_0.001")
     """Largest true-positive rate at a false-positive rate of 0.1%."""
     tpr_at_fpr_0_01: Share | None = Field(alias="tpr_at_fpr_0.01")
@@ -44,19 +44,19 @@ class MechanismLimits(Record):
 
 def most_recognised(epsilon: float, delta: float, rate: float) -> float:
     """The largest true-positive rate of any test of an (epsilon, delta)-DP release at a false-positive rate."""
-    shrink, grow = math.exp(-epsilon), math.exp(min(epsilon, 700.0))  # e^710 is too large a float
+    shrink, grow = math.exp(-epsilon), math.exp(min(epsilon, 700.0))  # e^710 overflows a float
     return min(1.0, grow * rate + delta, 1.0 - shrink * (1.0 - delta - rate))
 
 
 def attacker_limits(epsilon: float, delta: float) -> dict[str, float]:
-    """What no membership attack on an (epsilon, delta)-DP release can exceed: epsilon >= 0 or infinite, delta in [0, 1].
+    """Upper bounds on any membership attack on an (epsilon, delta)-DP release; epsilon >= 0 or infinite, delta in [0, 1].
 
     Returns:
         `tpr_at_fpr_0.01`, `tpr_at_fpr_0.001`: the largest true positive rate, at most 1 and
             min(e^eps FPR + delta, 1 - e^-eps (1 - delta - FPR)).
-        `auc`: the largest area under the ROC curve, 1 - (1 - delta)^2 / (1 + e^eps). What is above that curve is the
-            area under the trade-off of FNR against FPR: two triangles, each with a base of 1 - delta on an axis and
-            its tip at FPR = FNR = (1 - delta) / (1 + e^eps).
+        `auc`: the largest area under the ROC curve, 1 - (1 - delta)^2 / (1 + e^eps). The area above that curve is the area under
+            the trade-off of FNR against FPR: two triangles, each with a base of 1 - delta on an axis and its tip at FPR = FNR =
+            (1 - delta) / (1 + e^eps).
 
     References:
         Kairouz, Oh and Viswanath 2015, "The Composition Theorem for Differential Privacy".
@@ -67,16 +67,16 @@ def attacker_limits(epsilon: float, delta: float) -> dict[str, float]:
 
 
 def attacker_limits_of(event: Event, relation: Relation) -> dict[str, float | None]:
-    """What no membership attack can exceed, from every (epsilon, delta) of an event at once: tighter than from one.
+    """Upper bounds on any membership attack, from every (epsilon, delta) of an event at once; tighter than from one pair.
 
     Returns:
         `tpr_at_fpr_0.001`, `tpr_at_fpr_0.01`, `auc`: upper bounds, as ``attacker_limits``. Each pair (epsilon, delta(epsilon))
-            puts two lines above the ROC curve. The smallest of all lines at 512 values of epsilon is a concave polygon
-            that lies above the curve, and its area is computed exactly.
-        `gdp_mu`: the smallest mu for which the Gaussian mechanism N(mu, 1) against N(0, 1) has at least the delta of this
-            event at each of these epsilons with delta >= 1e-10; None where no mu has. It is a summary, and comparable
-            between mechanisms. It is not a proof of mu-GDP: that would take every epsilon, and Poisson sampling has
-            none in the far tail below its own 1/sigma. It is not the central limit approximation either, which lies below.
+            gives two lines above the ROC curve. The minimum of all lines at 512 values of epsilon is a concave polygon above the
+            curve, whose area is computed exactly.
+        `gdp_mu`: the smallest mu for which N(mu, 1) against N(0, 1) has at least the delta of this event at each of these
+            epsilons with delta >= 1e-10; None if no mu has. It is a summary, comparable between mechanisms. It does not prove
+            mu-GDP, which would need every epsilon, and which Poisson sampling does not satisfy in the far tail for mu below
+            1/sigma. Nor is it the central limit approximation, which is smaller.
 
     References:
         Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 1 (profile of mu-GDP). Gomez et al. 2025,
@@ -90,7 +90,7 @@ def attacker_limits_of(event: Event, relation: Relation) -> dict[str, float | No
 
 
 def roc_limits(epsilons: Sequence[float], deltas: Sequence[float]) -> dict[str, float | None]:
-    """The true positive rates and the area under the polygon that pairs of (epsilon, delta) put above the ROC curve."""
+    """True-positive rates and area of the polygon above the ROC curve that pairs of (epsilon, delta) give."""
     lines = [(0.0, 1.0)]
     for epsilon, delta in zip(epsilons, deltas, strict=True):
         shrink = math.exp(-epsilon)
@@ -108,7 +108,7 @@ def _area(lines: list[tuple[float, float]]) -> float:
         while envelope:
             since, other_slope, other_start = envelope[-1]
             if slope == other_slope:
-                break  # parallel and not lower
+                break  # parallel, and not lower
             since_here = (start - other_start) / (other_slope - slope)
             if since_here > since:
                 envelope.append((since_here, slope, start))
@@ -126,11 +126,11 @@ def _area(lines: list[tuple[float, float]]) -> float:
 
 @lru_cache(maxsize=8)
 def profile(event: Event, relation: Relation) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """512 epsilons up to where delta is 1e-10, or the least it gets to, and an upper bound on delta at each."""
+    """512 epsilons up to where delta reaches 1e-10, or its minimum if that is larger, and an upper bound on delta at each."""
     try:
         loss = privacy_loss(parts_of(event), relation, INTERVAL)
         far = _far(lambda delta: inverse(loss, delta))
-        if far > MOST_EXPONENT:  # a 50,000th of it is fine enough, and quick
+        if far > MOST_EXPONENT:  # a 50,000th of it is fine enough, and fast
             loss = privacy_loss(parts_of(event), relation, far * INTERVAL / 50)
         epsilons = [far * i / (NUM_EPSILONS - 1) for i in range(NUM_EPSILONS)]
         return tuple(epsilons), tuple(deltas_at(loss, epsilons).tolist())
@@ -139,14 +139,14 @@ def profile(event: Event, relation: Relation) -> tuple[tuple[float, ...], tuple[
 
 
 def _far(epsilon_at: Callable[[float], float]) -> float:
-    """The epsilon at the smallest delta that matters, or at the smallest that has one."""
+    """The epsilon at the smallest delta of interest, or at the smallest delta with a finite epsilon."""
     far = epsilon_at(SMALLEST_DELTA)
     low, high = math.log(SMALLEST_DELTA), math.log1p(-1e-9)
     for _ in range(0 if math.isfinite(far) else 40):
         middle = (low + high) / 2
-        here = epsilon_at(math.exp(middle))
-        if math.isfinite(here):
-            high, far = middle, here
+        epsilon = epsilon_at(math.exp(middle))
+        if math.isfinite(epsilon):
+            high, far = middle, epsilon
         else:
             low = middle
     return max(far, 1e-3) if math.isfinite(far) else 1e-3
@@ -156,12 +156,12 @@ def _gaussian_mu(epsilons: Sequence[float], deltas: Sequence[float]) -> float | 
     import numpy as np
 
     eps, delta = np.asarray(epsilons), np.asarray(deltas)
-    kept = delta >= SMALLEST_DELTA * (1 - 1e-6)  # the last one is as large but for rounding, which may not decide
+    kept = delta >= SMALLEST_DELTA * (1 - 1e-6)  # the last one equals the limit up to rounding, which must not decide
     eps, delta = eps[kept], delta[kept]
     if not len(delta):
         return 0.0
     if delta[-1] > 1.001 * SMALLEST_DELTA and len(delta) == len(epsilons):
-        return None  # delta never falls so low: no Gaussian mechanism has such a floor
+        return None  # delta never falls this low, and no Gaussian mechanism has such a floor
     low, high = np.zeros_like(eps), np.full_like(eps, 1e3)
     if (_gaussian_delta(eps, high) < delta).any():
         return None
@@ -173,7 +173,7 @@ def _gaussian_mu(epsilons: Sequence[float], deltas: Sequence[float]) -> float | 
 
 
 def _gaussian_delta(eps: Any, mu: Any) -> Any:
-    """Of N(mu, 1) against N(0, 1), for numbers or arrays."""
+    """Delta of N(mu, 1) against N(0, 1), for numbers or arrays."""
     import numpy as np
     from scipy.special import log_ndtr, ndtr
 
@@ -181,9 +181,9 @@ def _gaussian_delta(eps: Any, mu: Any) -> Any:
 
 
 def trade_off(event: Event, relation: Relation) -> tuple[tuple[float, float], ...]:
-    """Pairs of a false-positive rate and the largest true-positive rate that any membership test can have, at ``RATES``.
+    """Pairs of a false-positive rate, from ``RATES``, and the largest true-positive rate of any membership test.
 
-    The second is rounded up to four digits, so that versions of the accountant that differ in the last bits give the same.
+    The second is rounded up to four digits, so that accountants which differ in the last bits give the same.
 
     Guarantee:
         Upper bounds, from the (epsilon, delta) of the event at 512 epsilons at once; see ``attacker_limits_of``.
@@ -211,7 +211,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def rounded_up(value: float, digits: int = 4) -> float:
-    """To some significant digits, so that a bound is still one."""
+    """Rounds up to some significant digits, so that an upper bound stays one."""
     number = Decimal(repr(value))
     if not number.is_finite() or number == 0:
         return value

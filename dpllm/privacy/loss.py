@@ -1,15 +1,15 @@
-"""Per-example loss, each example divided by its own tokens only; from logits, or without them where the head is frozen.
+"""Per-example losses, each divided by the example's own tokens only; from logits, or without them if the head is frozen.
 
 Comes in: a model and passes. Goes out: the losses of tokens and of rows. ``outputs.loss`` of transformers is a
 mean over the tokens of the whole batch, which couples examples: with it, one long neighbour moved the clipped sum by 2.2 C.
 
-Only targets are computed on, in packs of a fixed public size, so that no product has a shape that follows a row. Logits of
-the model's own precision are held once, and what is wider, or longer than a pack, never exists.
+Only targets are computed, in packs of a fixed public size, so the shape of a product does not depend on a row. Logits are held
+once, in the model's precision; wider copies never exceed a pack.
 
-Where the output head is frozen, its ``forward`` is, for the time of one call of the model, a function that returns one loss where
-V logits would stand. It computes a few targets' logits at a time, and at once the gradient of their losses with respect to
-the hidden state, (softmax - one-hot) W, which is kept until the backward pass multiplies it by what comes in. So a weight that
-is sharded or offloaded is needed in the forward pass only.
+If the output head is frozen, its ``forward`` is replaced during one call of the model by a function that returns one loss instead
+of V logits. It computes a few targets' logits at a time, and immediately the gradient of their losses with respect to the hidden
+state, (softmax - one-hot) W, which the backward pass multiplies by the incoming gradient. So a sharded or offloaded weight is
+needed in the forward pass only.
 
 Shape suffixes: R rows, T tokens, d hidden size, V vocabulary, N targets, n targets of one pack, M = R T positions.
 
@@ -34,63 +34,63 @@ from dpllm.errors import Refused
 from dpllm.privacy import guards
 from dpllm.privacy.packing import Pass, Segment, Targets
 
-CHUNK = {"cuda": 2**26}  # numbers of a chunk's logits; public, and the same for every batch
-CHUNK_ELSEWHERE = 2**25  # fewer make products slow on a CPU, more make nothing faster (measured)
-BLOCK = 32  # numbers that an elementwise kernel takes at once
-MOST_TARGETS = {"cpu": 128}  # more in one product are no faster there, and the last pack is seldom full
+CHUNK = {"cuda": 2**26}  # numbers in a chunk of logits; public, and the same for every batch
+CHUNK_ELSEWHERE = 2**25  # fewer slow down products on a CPU, more are no faster (measured)
+BLOCK = 32  # numbers that an elementwise kernel handles at a time
+MOST_TARGETS = {"cpu": 128}  # more in one product are no faster, and the last pack is rarely full
 MOST_TARGETS_ELSEWHERE = 1024
-WITHOUT_PRODUCTS = 8  # the part of it that is computed on at once where logits exist: what fits a cache is faster
-# A softmax over a large vocabulary is below what float16 resolves; a power of two moves it there without rounding.
+WITHOUT_PRODUCTS = 8  # parts of a pack that are computed one by one if logits exist: a part fits the cache
+# Softmax values over a large vocabulary underflow float16; scaling by a power of two avoids it without rounding.
 FLOAT16_SCALE = 256.0
-TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 5e-2  # of the self-check too
-PROBE = 4  # rows and tokens of the batch on which the two ways are compared
+TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 5e-2  # also those of the self-check
+PROBE = 4  # rows and tokens of the batch on which both methods are compared
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
-ExampleLoss = Callable[[Tensor, Pass], Tensor]  # from the losses of a pass's tokens to one for each of its examples
+ExampleLoss = Callable[[Tensor, Pass], Tensor]  # from the losses of a pass's tokens to its examples' losses
 
 
 def pack_of(vocabulary: int, device: torch.device) -> int:
-    """Targets whose logits are computed on at once: public, and the same for every pass."""
+    """Number of targets whose logits are computed at a time: public, and the same for every pass."""
     fits = CHUNK.get(device.type, CHUNK_ELSEWHERE) // vocabulary
     block = _block(vocabulary, device)
     return block * max(1, min(MOST_TARGETS.get(device.type, MOST_TARGETS_ELSEWHERE), fits) // block)
 
 
 def _block(vocabulary: int, device: torch.device) -> int:
-    """Targets so that no thread ends within a block of numbers: what is left of one is computed by other instructions."""
+    """Number of targets with which threads share whole blocks of numbers: partial blocks use other instructions."""
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     return threads * BLOCK // math.gcd(BLOCK, vocabulary)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which losses are computed: float32, or float64 for float64."""
+    """The dtype of losses: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def likelihood(nll_M: Tensor, some: Pass) -> Tensor:
-    """loss_R of a pass: of each row, the mean over the target tokens of the whole example; one zero where there is no row."""
-    nll_R = row_sums(nll_M, some.rows)
-    return nll_R / some.denominator_R if some.rows else nll_R
+def likelihood(nll_M: Tensor, batch: Pass) -> Tensor:
+    """loss_R of a pass: each row's loss divided by the target tokens of its whole example; one zero without rows."""
+    nll_R = row_sums(nll_M, batch.rows)
+    return nll_R / batch.denominator_R if batch.rows else nll_R
 
 
 def token_losses(logits_RTV: Tensor, targets: Targets) -> Tensor:
-    """nll_M in nats, zero where no target is predicted; infinities and nan that stand there play no part."""
+    """nll_M in nats, zero where no target is predicted; infinities and nan in such logits are ignored."""
     _check_shape(logits_RTV, targets)
     nll_M: Tensor = _FromLogits.apply(logits_RTV.flatten(0, 1), targets)  # type: ignore[no-untyped-call]
     return nll_M
 
 
 def row_sums(nll_M: Tensor, rows: Sequence[Segment]) -> Tensor:
-    """nll_R: the sum over each row's own positions, in a shape that follows from the row alone; one zero where there is none."""
+    """nll_R: the sum over each row's own positions, in a shape that depends on the row alone; one zero without rows."""
     if not rows:
         return nll_M[:1] * 0.0
     lengths = [row.stop - row.start for row in rows]
-    # Copied, so that each begins where memory is aligned: kernels take the rest of a block by itself, and first.
+    # Copies start at aligned addresses: kernels would handle an unaligned start separately.
     return torch.stack([piece_L.clone().sum() for piece_L in torch.split(nll_M[: sum(lengths)], lengths)])
 
 
 def _check_shape(values: Tensor, targets: Targets) -> None:
-    """Refuses what has not one vector for each position."""
+    """Refuses output that does not have one vector for each position."""
     if values.shape[:-1] != targets.shape:
         raise Refused(
             f"the model returned {tuple(values.shape[:-1])} positions for {targets.shape} tokens, so positions cannot be matched "
@@ -99,14 +99,14 @@ def _check_shape(values: Tensor, targets: Targets) -> None:
 
 
 def _packs(targets: Targets, size: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
-    """(position_n, target_n, where among N), so many at a time."""
+    """(position_n, target_n, slice of N), ``size`` at a time."""
     for start in range(0, len(targets.position_N), size):
         part = slice(start, start + size)
         yield targets.position_N[part], targets.target_N[part], part
 
 
 def log_likelihood_(logits_nV: Tensor, target_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """nll_n1, top_n1, total_n1; leaves exp(logits - top) in the place of the logits, and softmax is that over total."""
+    """nll_n1, top_n1, total_n1; replaces the logits by exp(logits - top), which divided by total is the softmax."""
     top_n1 = logits_nV.amax(dim=1, keepdim=True)
     logits_nV.sub_(top_n1)
     chosen_n1 = logits_nV.gather(1, target_n.unsqueeze(1))
@@ -115,13 +115,13 @@ def log_likelihood_(logits_nV: Tensor, target_n: Tensor) -> tuple[Tensor, Tensor
 
 
 def minus_one_(softmax_nV: Tensor, target_n: Tensor) -> None:
-    """From the softmax to the gradient of nll with respect to the logits, in place."""
+    """Turns the softmax into the gradient of nll with respect to the logits, in place."""
     with guards.distinct():
         softmax_nV[torch.arange(len(target_n), device=target_n.device), target_n] -= 1.0
 
 
 class _FromLogits(torch.autograd.Function):
-    """nll_M from logits_MV; of the backward pass, only a maximum and a sum for each target is kept beside the logits."""
+    """nll_M from logits_MV; besides the logits, the backward pass needs only a maximum and a sum for each target."""
 
     @staticmethod
     def forward(ctx: Any, logits_MV: Tensor, targets: Targets) -> Tensor:
@@ -132,7 +132,7 @@ class _FromLogits(torch.autograd.Function):
             logits_nV = logits_MV[position_n].to(nll_M.dtype)
             nll_n1, top_N1[part], total_N1[part] = log_likelihood_(logits_nV, target_n)
             nll_M[position_n] = nll_n1.squeeze(1)
-        nll_M[-1] = 0.0  # what fills a pack is nobody's
+        nll_M[-1] = 0.0  # padding of a pack has no target
         ctx.save_for_backward(logits_MV, top_N1, total_N1)
         ctx.targets = targets
         return nll_M
@@ -151,22 +151,22 @@ class _FromLogits(torch.autograd.Function):
 
 
 def _at_once(targets: Targets, logits_MV: Tensor) -> int:
-    """Rows of logits that fit a cache: parts of a pack, all of the same size."""
-    blocks, rest = divmod(targets.pack, _block(logits_MV.shape[1], logits_MV.device))
-    if rest:
+    """Rows of logits that fit the cache: equal parts of a pack."""
+    blocks, remainder = divmod(targets.pack, _block(logits_MV.shape[1], logits_MV.device))
+    if remainder:
         return targets.pack
     return targets.pack // max(parts for parts in range(1, WITHOUT_PRODUCTS + 1) if blocks % parts == 0)
 
 
 class Tokens(NamedTuple):
-    """What a model says of a batch."""
+    """Losses of a batch's tokens."""
 
     nll_M: Tensor  # negative log-likelihood in nats where a position predicts a target, zero elsewhere
-    hit_M: Tensor | None  # where a position predicts a target and gives it the highest logit; None if not asked for
+    hit_M: Tensor | None  # whether a position predicts a target and gives it the highest logit; None if not requested
 
 
 class TokenLosses:
-    """From a pass to its tokens' losses, through the model as it is.
+    """Computes the losses of a pass's tokens through the model as it is.
 
     Guarantee:
         The loss of a token, and its gradient, are those of cross entropy over the model's logits, computed in float32
@@ -174,33 +174,33 @@ class TokenLosses:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, autocast: Autocast = contextlib.nullcontext) -> None:
-        """Looks at the model, in a forward pass of a few tokens that leaves no trace; on torch's meta device too."""
+        """Inspects the model in a forward pass of a few tokens that changes nothing; also works on torch's meta device."""
         self._model, self._autocast = model, autocast
-        # The layer that hands on losses; None where logits are formed: it trains, carries an adapter, is quantised, or the
-        # model does something to its logits (soft-capping, a scale).
+        # The layer that returns losses. None if logits are needed: the head trains, has an adapter, is quantised, or the model
+        # changes its logits (soft-capping, a scale).
         self.head = self._understood(device)
 
-    def __call__(self, some: Pass, *, hits: bool = False) -> Tokens:
-        """The losses of one pass and, if asked, where the target has the highest logit."""
-        head, targets = self.head, some.targets
+    def __call__(self, batch: Pass, *, hits: bool = False) -> Tokens:
+        """The losses of one pass and, with ``hits``, where the target has the highest logit."""
+        head, targets = self.head, batch.targets
         if head is None or _watched(head):
             with self._autocast():
-                logits_RTV = self._run(some.input_ids_1M, some.position_ids_1M)
+                logits_RTV = self._run(batch.input_ids_1M, batch.position_ids_1M)
             nll_M = token_losses(logits_RTV, targets)
             return Tokens(nll_M, _hits(logits_RTV, targets) if hits else None)
         handed: list[tuple[Tensor, Tensor | None]] = []
 
         def hand_on(hidden_RTd: Tensor) -> Tensor:
             tokens = fused_losses(head, hidden_RTd, targets, hits=hits)
-            # No view: FSDP2 hooks into what a module returns, and an operation in place on a view would lose the hook.
+            # Not a view: FSDP2 hooks into a module's output, and an in-place operation on a view would lose the hook.
             handed.append((tokens.nll_M.view(*targets.shape, 1).clone(), tokens.hit_M))
             return handed[-1][0]
 
         with self._autocast(), _forward(head, hand_on):
-            nll_RT1 = self._run(some.input_ids_1M, some.position_ids_1M)
+            nll_RT1 = self._run(batch.input_ids_1M, batch.position_ids_1M)
         if len(handed) != 1 or nll_RT1 is not handed[0][0]:
             raise Refused(
-                "the model no longer returns its output head's result unchanged, as it did when the engine was made, so the "
+                "the model no longer returns its output head's result unchanged, as it did when the engine was made, so its "
                 "losses would be wrong. Do not change the model while it trains."
             )
         return Tokens(nll_RT1.flatten(), handed[0][1])
@@ -211,32 +211,32 @@ class TokenLosses:
         return logits
 
     def _understood(self, device: torch.device) -> nn.Linear | None:
-        """The head, if the model returns the very tensor that it gets from it and both ways agree on a few tokens."""
+        """The head, if the model returns the head's output tensor itself and both methods agree on a few tokens."""
         head = _plain_head(self._model)
         if head is None:
             return None
-        seen: list[tuple[Tensor, int, bool]] = []
+        calls: list[tuple[Tensor, int, bool]] = []
 
         def ordinary(hidden_RTd: Tensor) -> Tensor:
             logits_RTV = nn.Linear.forward(head, hidden_RTd)
             targets = _all_targets(ids_RT)
-            seen.append((logits_RTV, logits_RTV._version, _agree(head, hidden_RTd, targets)))
+            calls.append((logits_RTV, logits_RTV._version, _agree(head, hidden_RTd, targets)))
             return logits_RTV
 
         with torch.inference_mode(False), in_eval_mode(self._model), self._autocast():
             ids_RT = torch.arange(PROBE * PROBE, device=device).view(PROBE, PROBE) % head.out_features
             with _forward(head, ordinary):
                 returned = self._run(ids_RT)
-        # The very tensor, with no change in place: then nothing was done to the logits.
-        untouched = len(seen) == 1 and returned is seen[0][0] and returned._version == seen[0][1]
-        return head if untouched and seen[0][2] else None
+        # The same tensor without in-place changes: the model did nothing to the logits.
+        untouched = len(calls) == 1 and returned is calls[0][0] and returned._version == calls[0][1]
+        return head if untouched and calls[0][2] else None
 
 
 def fused_losses(head: nn.Linear, hidden_RTd: Tensor, targets: Targets, *, hits: bool = False) -> Tokens:
     """The losses of tokens from the input of a frozen head, without R T V logits.
 
-    Held until the backward pass: d numbers for each target, in the precision of the products. Held for a moment: the
-    logits of ``chunk_tokens`` targets.
+    Holds d numbers for each target until the backward pass, in the precision of the products, and temporarily the logits of one
+    pack of targets.
     """
     _check_shape(hidden_RTd, targets)
     needed = torch.is_grad_enabled() and hidden_RTd.requires_grad
@@ -249,14 +249,14 @@ def fused_losses(head: nn.Linear, hidden_RTd: Tensor, targets: Targets, *, hits:
 
 
 def _all_targets(ids_RT: Tensor) -> Targets:
-    """Every token but the first of each row."""
+    """All tokens but the first of each row, as targets."""
     rows, tokens = ids_RT.shape
     position_N = torch.arange(rows * tokens, device=ids_RT.device).view(rows, tokens)[:, :-1].flatten()
     return Targets((rows, tokens), len(position_N), position_N, ids_RT.flatten()[position_N + 1], len(position_N))
 
 
 class _FromHidden(torch.autograd.Function):
-    """nll_M from hidden_Md, with the gradient formed at once."""
+    """nll_M from hidden_Md; forms the gradient in the forward pass."""
 
     @staticmethod
     def forward(
@@ -273,7 +273,7 @@ class _FromHidden(torch.autograd.Function):
         nll_N = hidden_Md.new_empty(len(targets.position_N), dtype=wide(dtype))
         count, size = len(targets.position_N), targets.pack
         gradient_Nd = weight_Vd.new_empty((count if needed else 0, weight_Vd.shape[1]))
-        # One buffer for all chunks: allocating each anew would cost page faults on a CPU.
+        # One buffer for all chunks: new allocations would cost page faults on a CPU.
         product_nV = weight_Vd.new_empty((min(size, count), vocabulary))
         wide_nV = product_nV if wide(dtype) == dtype else product_nV.new_empty(product_nV.shape, dtype=wide(dtype))
         for position_n, target_n, part in _packs(targets, size):
@@ -296,7 +296,7 @@ class _FromHidden(torch.autograd.Function):
             torch.mm(low_nV, weight_Vd, out=gradient_Nd[part])
         nll_M = nll_N.new_zeros(len(hidden_Md))
         nll_M[targets.position_N] = nll_N
-        nll_M[-1] = 0.0  # what fills a pack is nobody's
+        nll_M[-1] = 0.0  # padding of a pack has no target
         if hit_M is not None:
             hit_M[-1] = False
         ctx.save_for_backward(gradient_Nd, targets.position_N)
@@ -316,7 +316,7 @@ class _FromHidden(torch.autograd.Function):
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
-    """In which a linear layer multiplies here: autocast leaves float64 alone."""
+    """The dtype in which a linear layer multiplies here; autocast does not change float64."""
     kind = hidden.device.type
     if kind == "meta" or hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return hidden.dtype
@@ -331,12 +331,12 @@ def _plain_head(model: nn.Module) -> nn.Linear | None:
 
 
 def _watched(head: nn.Linear) -> bool:
-    """Somebody's hooks expect logits; those of sharding do not care."""
+    """Whether hooks of others expect logits; those of sharding do not."""
     return bool(head._forward_hooks or head._forward_pre_hooks) and not isinstance(head, FSDPModule)
 
 
 def _agree(head: nn.Linear, hidden_RTd: Tensor, targets: Targets) -> bool:
-    """Losses and gradients of both ways are the same, on this device and in this precision."""
+    """Whether losses and gradients of both methods agree, on this device and in this precision."""
     if hidden_RTd.shape[:-1] != targets.shape:
         return False
     if hidden_RTd.is_meta:
@@ -352,7 +352,7 @@ def _agree(head: nn.Linear, hidden_RTd: Tensor, targets: Targets) -> bool:
         (gradient_RTd,) = torch.autograd.grad(found_M.sum(), leaf_RTd)
     tolerance = LOW_PRECISION_TOLERANCE if logits_RTV.dtype.itemsize < 4 else TOLERANCE
     pairs = (found_M[targets.position_N], nll_N), (gradient_RTd, expected_RTd)
-    return all(bool((own - other).norm() <= tolerance * other.norm()) for own, other in pairs)
+    return all(bool((value - reference).norm() <= tolerance * reference.norm()) for value, reference in pairs)
 
 
 def _hits(logits_RTV: Tensor, targets: Targets) -> Tensor:
@@ -366,7 +366,7 @@ def _hits(logits_RTV: Tensor, targets: Targets) -> Tensor:
 
 @contextlib.contextmanager
 def _forward(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Another forward for the time of the block; hooks, wrappers and sharding around it stay."""
+    """Replaces ``forward`` within the block; hooks, wrappers and sharding around it stay."""
     layer.forward = forward
     try:
         yield
@@ -376,11 +376,11 @@ def _forward(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[
 
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Forward passes without gradients, dropout and running averages; every module is afterwards in the mode that it was in."""
+    """Disables gradients, dropout and running averages; afterwards every module is in its earlier mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        # Not inference_mode: what a sharded model gathers first under it could never be used in a backward pass.
+        # Not inference_mode: weights that a sharded model first gathers under it could not be used in a backward pass.
         with torch.no_grad():
             yield
     finally:

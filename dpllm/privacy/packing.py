@@ -1,10 +1,10 @@
-"""How a logical batch becomes passes: sequences of one public number of tokens, in which whole units lie one after the other.
+"""Packs a logical batch into passes: sequences of a fixed public number of tokens, in which whole units are concatenated.
 
-Comes in: units, and a ``Packing`` that follows from public numbers. Goes out: ``Pass`` values, each of them one forward and one
-backward pass. What one unit adds must have the same bits whoever else was drawn, and kernels round by the shape of what they
-multiply: so every pass has the same shape, and what is computed for one row or one unit (attention, the sum of its losses, its
-gradient) has a shape that follows from that row or unit alone. Which units share a pass, and where each lies, may depend on the
-others.
+Comes in: units, and a ``Packing`` that depends on public numbers alone. Goes out: ``Pass`` values, each for one forward and one
+backward pass. A unit's contribution must have the same bits whichever other units were drawn, and a kernel's rounding depends on
+the shapes that it multiplies. So every pass has the same shape, and what is computed for one row or unit (attention, the sum of
+its losses, its gradient) has a shape that depends on that row or unit alone. Which units share a pass, and their positions, may
+depend on the other units.
 
 Shape suffixes: M tokens of a pass, N targets of a pass, R rows of a pass, U units of a pass.
 """
@@ -23,7 +23,7 @@ from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 
 
 def sent(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on a device, for which nothing waits."""
+    """Copies numbers to a device without waiting for the copy."""
     made = torch.tensor(values, dtype=dtype)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
@@ -38,46 +38,46 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Targets:
-    """What is to be predicted, and from where: in packs of a fixed size, the last of them filled up.
+    """The tokens to predict, and from which positions, in packs of a fixed size; the last pack is padded.
 
-    What fills it reads the last position of all, which predicts nothing.
+    Padding reads the last position, which predicts nothing.
     """
 
     shape: tuple[int, int]  # of the token ids
-    count: int  # targets; what comes behind them in the next two fills a pack
-    position_N: Tensor  # where each is predicted, counted over all rows: one before the target
+    count: int  # targets; the next two fields have padding after them
+    position_N: Tensor  # where each is predicted, counted over all rows: one position before the target
     target_N: Tensor  # the token to predict
-    pack: int  # what one product takes: N is a multiple of it
+    pack: int  # targets in one product; N is a multiple of it
 
     @classmethod
     def of(cls, ids: Sequence[int], positions: Sequence[int], shape: tuple[int, int], pack: int) -> Targets:
         """From flat token ids and the positions that predict a target."""
         filled = [*positions, *[shape[0] * shape[1] - 1] * (-len(positions) % pack)]
         following = [ids[position + 1] for position in positions] + [0] * (len(filled) - len(positions))
-        position_N, target_N = (torch.tensor(each, dtype=torch.long) for each in (filled, following))
+        position_N, target_N = (torch.tensor(values, dtype=torch.long) for values in (filled, following))
         return cls(shape, len(positions), position_N, target_N, pack)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward pass reads.
+    """The input of one forward pass.
 
-    No mask goes with the ids: attention is computed row by row, and a row's own padding comes behind its tokens.
+    It has no mask: attention is computed row by row, and a row's own padding follows its tokens.
     """
 
-    input_ids_1M: Tensor  # of an example by itself: one row or, of a pair, two of the same length
-    position_ids_1M: Tensor | None  # each row counts from 0; None for an example by itself, whose model counts
+    input_ids_1M: Tensor  # an example by itself has one row, or two of equal length if it is a pair
+    position_ids_1M: Tensor | None  # each row counts from 0; None for an example by itself: the model counts
     targets: Targets
     rows: tuple[Segment, ...]
-    denominator_R: Tensor  # target tokens of each row's whole example
+    denominator_R: Tensor  # number of target tokens in each row's whole example
     reference_R: Tensor  # of preference pairs: see ``TokenSequence``
-    num_units: int  # each of them whole, unless the pass goes on
-    longest: int = 0  # tokens of the longest row that any pass can hold; of an example by itself unused
-    goes_on: bool = False  # the one unit of this pass has more rows in the next one
+    num_units: int  # all of them whole, unless ``goes_on``
+    longest: int = 0  # maximum tokens of a row in any pass; unused for an example by itself
+    goes_on: bool = False  # the only unit of this pass has more rows in the next pass
 
     @property
     def units(self) -> list[Segment]:
-        """Where each unit lies, all of its rows together."""
+        """The segment of each unit, with all of its rows."""
         units: list[Segment] = []
         for row in self.rows:
             if units and units[-1].unit == row.unit:
@@ -91,7 +91,7 @@ class Pass:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Pass:
-        """The same pass in page-locked memory, from which a GPU copies while it computes."""
+        """The same pass in page-locked memory, from which a GPU can copy while it computes."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Pass:
@@ -108,14 +108,14 @@ class Pass:
 
 @runtime_checkable
 class SizedUnits(Protocol):
-    """Units whose sizes are known without reading them."""
+    """Units with sizes that are known without reading the units."""
 
     def sizes(self, index: int) -> list[int]:
-        """Tokens of each sequence of a slot; none for one that holds no data."""
+        """Tokens of each sequence of a slot; empty for a slot without data."""
 
 
 def sizes_of(units: Sequence[Unit | None], index: int) -> list[int]:
-    """Tokens of each sequence of a unit; of tokenised data on disk without reading them."""
+    """Tokens of each sequence of a unit; does not read tokenised data on disk."""
     if isinstance(units, SizedUnits):
         return units.sizes(index)
     unit = units[index]
@@ -125,16 +125,16 @@ def sizes_of(units: Sequence[Unit | None], index: int) -> list[int]:
 def passes_of(
     drawn: Sequence[int], units: Sequence[Unit | None], packing: Packing, pad_id: int, rank: int = 0, world: int = 1
 ) -> list[Pass]:
-    """Cuts a logical batch into passes, and takes this rank's.
+    """Splits a logical batch into passes, and returns this rank's.
 
-    A unit with more tokens than a pass holds gets passes of its own on one rank, cut by its own rows alone, which the clipper
-    adds together before it takes the norm; any other unit lies in one pass. Every rank gets as many passes as the one that has
-    most, the missing ones empty, so that no rank waits for another's forward pass.
+    A unit with more tokens than a pass holds gets its own passes on one rank, split between its rows, and the clipper adds them
+    up before it takes the norm; any other unit is in one pass. Every rank gets the same number of passes, some of them empty, so
+    that no rank waits for another's forward pass.
 
     Args:
         drawn: Slots of the logical batch, the same on every rank.
         units: Slot -> unit; None for a slot that holds no data (a canary whose coin said out).
-        packing: Public.
+        packing: Public shape of the passes.
         pad_id: Token id for padding.
         rank: This process, of ``world``.
         world: Number of processes.
@@ -142,25 +142,25 @@ def passes_of(
     shares: list[list[list[int]]] = [[] for _ in range(world)]
     counts = [0] * world
     for group, count in _grouped([(index, sizes_of(units, index)) for index in drawn], packing):
-        least = counts.index(min(counts))
-        shares[least].append(group)
-        counts[least] += count
+        emptiest = counts.index(min(counts))
+        shares[emptiest].append(group)
+        counts[emptiest] += count
     passes: list[Pass] = []
     for group in shares[rank]:
         members = [unit for index in group if (unit := units[index]) is not None]
         pieces = list(_pieces(members[0].sequences, packing)) if len(members) == 1 else []
         if len(pieces) > 1:
-            some = [lay_out([Unit(piece)], packing, pad_id) for piece in pieces]
-            passes += [replace(piece, goes_on=True) for piece in some[:-1]] + some[-1:]
+            parts = [lay_out([Unit(piece)], packing, pad_id) for piece in pieces]
+            passes += [replace(piece, goes_on=True) for piece in parts[:-1]] + parts[-1:]
         else:
             passes.append(lay_out(members, packing, pad_id))
     return passes + [lay_out([], packing, pad_id)] * (max(counts) - len(passes))
 
 
 def _grouped(sized: Sequence[tuple[int, list[int]]], packing: Packing) -> Iterator[tuple[list[int], int]]:
-    """Groups of units that share a pass, each with its number of passes: best-fit decreasing over whole units."""
-    room: dict[int, list[list[int]]] = {}  # free tokens -> groups that have so many
-    free: list[int] = []  # its keys that have groups, ascending
+    """Groups of units that share a pass, by best-fit decreasing over whole units; each with its number of passes."""
+    room: dict[int, list[list[int]]] = {}  # free tokens -> groups with that many
+    free: list[int] = []  # keys of ``room`` with groups, ascending
     held: list[tuple[int, int]] = []
     for index, sizes in sized:
         if not sizes:
@@ -174,19 +174,19 @@ def _grouped(sized: Sequence[tuple[int, list[int]]], packing: Packing) -> Iterat
     for tokens, index in sorted(held, key=lambda size: (-size[0], size[1])):
         place = bisect.bisect_left(free, tokens)
         if place == len(free):
-            group, left = [index], packing.room - tokens
+            group, remaining = [index], packing.room - tokens
             groups.append(group)
         else:
-            left = free[place] - tokens
+            remaining = free[place] - tokens
             group = room[free[place]].pop()
             if not room[free[place]]:
                 del room[free.pop(place)]
             group.append(index)
-        if left and len(group) < packing.most_units:
-            if left not in room:
-                bisect.insort(free, left)
-                room[left] = []
-            room[left].append(group)
+        if remaining and len(group) < packing.most_units:
+            if remaining not in room:
+                bisect.insort(free, remaining)
+                room[remaining] = []
+            room[remaining].append(group)
     yield from ((group, 1) for group in groups)
 
 
@@ -196,10 +196,10 @@ def _pieces(sequences: Sequence[TokenSequence], packing: Packing) -> Iterator[tu
 
 
 def _cut(sizes: Sequence[int], packing: Packing) -> Iterator[tuple[int, int]]:
-    """Where one unit is cut, by its own rows from the first on, and never inside an example of ``rows_each`` rows."""
-    each, start, held = packing.rows_each, 0, 0
-    for first in range(0, len(sizes), each):
-        tokens = sum(sizes[first : first + each])
+    """Splits one unit between its rows, from the first on, and never within an example of ``rows_each`` rows."""
+    rows_each, start, held = packing.rows_each, 0, 0
+    for first in range(0, len(sizes), rows_each):
+        tokens = sum(sizes[first : first + rows_each])
         if first > start and (packing.alone or held + tokens > packing.room):
             yield start, first
             start, held = first, 0
@@ -209,16 +209,16 @@ def _cut(sizes: Sequence[int], packing: Packing) -> Iterator[tuple[int, int]]:
 
 
 def lay_out(units: Sequence[Unit], packing: Packing, pad_id: int, width: int = 0) -> Pass:
-    """One pass of whole units, in their order; of none, one that learns nothing.
+    """One pass of whole units, in order; without units, a pass that learns nothing.
 
-    ``width``: where rows stand under one another (``packing.alone``), the tokens of each, at least.
+    ``width``: minimum tokens of each row with ``packing.alone``, where rows are stacked.
     """
     owners = [index for index, unit in enumerate(units) for _ in unit.sequences]
     sequences = [sequence for unit in units for sequence in unit.sequences]
     lengths = [len(sequence.input_ids) for sequence in sequences]
     if packing.alone:
         wide = max(width, *lengths, 2)
-        wide = max(wide, min(-(-wide // 8) * 8, packing.max_length))  # beyond it a model may have no positions
+        wide = max(wide, min(-(-wide // 8) * 8, packing.max_length))  # a model may have no positions beyond it
         shape, slots = (max(1, len(sequences)), wide), [wide] * len(sequences)
     else:
         shape, slots = (1, packing.tokens), lengths

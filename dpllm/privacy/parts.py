@@ -1,7 +1,7 @@
-"""The parts to which every accounting event comes down, and which accountants know them.
+"""Reduces every accounting event to parts, and says which accountants support them.
 
-Comes in: events. Goes out: parts, the dp-accounting event of equal cost, a refusal of what nobody knows. Imports no
-accountant before one is needed.
+Comes in: events. Goes out: parts, the dp-accounting event of equal cost, a refusal of unsupported events. Imports an accountant
+only when needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SampledSums(NamedTuple):
-    """``times`` Gaussian sums over Poisson samples, for ``group_size`` rows together."""
+    """``times`` Gaussian sums over Poisson samples, with respect to ``group_size`` rows together."""
 
     probability: float
     noise_multiplier: float
@@ -29,7 +29,7 @@ class SampledSums(NamedTuple):
 
 
 class Selections(NamedTuple):
-    """``times`` times the best of a random number of runs, each one of these options."""
+    """``times`` selections of the best of a random number of runs, each with one of ``options``."""
 
     options: tuple[Parts, ...]
     mean: float
@@ -38,7 +38,7 @@ class Selections(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """``times`` releases, imported or ``pure_dp``, of which epsilon and delta are known."""
+    """``times`` releases, imported or ``pure_dp``, with known epsilon and delta."""
 
     epsilon: float
     delta: float
@@ -46,14 +46,14 @@ class Bounds(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """``times`` draws of bounded range, each chosen after the ones before."""
+    """``times`` adaptive draws of bounded range."""
 
     range: float
     times: int
 
 
 class Parts(NamedTuple):
-    """What an event consists of: composition commutes, so that equal parts are counted together and sorted."""
+    """The parts of an event. Composition commutes, so equal parts are counted together and sorted."""
 
     sampled: tuple[SampledSums, ...] = ()
     selected: tuple[Selections, ...] = ()
@@ -80,7 +80,7 @@ def _parts_of(event: Event) -> Parts:
                 sampled[(1.0, float(part.noise_multiplier), 1)] += times
             case events.PoissonSampled():
                 rate, sigma, size = float(part.probability), float(part.event.noise_multiplier), part.group_size
-                # Without sampling, all of the group are in every sum: one Gaussian of that sensitivity.
+                # Without sampling, the whole group is in every sum: one Gaussian with that sensitivity.
                 sampled[(rate, sigma, size) if rate < 1 else (1.0, sigma / size, 1)] += times
             case events.CyclicPoisson():
                 walk(events.PoissonSampled(part.probability, part.event), times * -(-part.count // part.bands))
@@ -94,9 +94,9 @@ def _parts_of(event: Event) -> Parts:
                 if any(option != Parts() for option in options):
                     selected[(options, float(part.mean), part.distribution)] += times
             case Imported() | events.PureDP():
-                known = float(part.epsilon), float(part.delta if isinstance(part, Imported) else 0.0)
-                if any(known):
-                    bounds[known] += times
+                cost = float(part.epsilon), float(part.delta if isinstance(part, Imported) else 0.0)
+                if any(cost):
+                    bounds[cost] += times
             case events.BoundedRange():
                 draws[float(part.range)] += times * part.count
 
@@ -110,32 +110,32 @@ def _parts_of(event: Event) -> Parts:
 
 
 def imported_delta(event: Event) -> float:
-    """The sum of the deltas that `event` imports, which come off the delta at which anything else is stated."""
+    """The sum of the deltas that `event` imports, which reduce the delta left for everything else."""
     return sum(part.delta * part.times for part in parts_of(event).bounds)
 
 
-def added(*some: Event) -> float:
-    """What releases of known epsilon and no delta cost together, however each was chosen: the sum."""
-    return math.fsum(part.epsilon * part.times for event in some for part in parts_of(event).bounds)
+def added(*releases: Event) -> float:
+    """The joint epsilon of releases with known epsilon and delta 0, even adaptive ones: the sum."""
+    return math.fsum(part.epsilon * part.times for event in releases for part in parts_of(event).bounds)
 
 
 def accountants(event: Event) -> frozenset[str]:
-    """Which of "pld", "rdp" and "prv" know every part of `event`; "pld" knows all that there are."""
+    """Which of "pld", "rdp" and "prv" support every part of `event`; "pld" supports all parts."""
     return _accountants(parts_of(event))
 
 
 def _accountants(parts: Parts) -> frozenset[str]:
-    known = [_accountants(option) for best in parts.selected for option in best.options]
-    # From a Renyi curve, which an imported delta has not.
+    within = [_accountants(option) for best in parts.selected for option in best.options]
+    # Selection needs a Renyi curve, which an imported delta does not have.
     unknown = any(part.delta for best in parts.selected for option in best.options for part in option.bounds)
     if unknown or any(part.group_size > 1 for part in parts.sampled):
         return frozenset({"pld"})
     alone = frozenset({"pld", "rdp"} if parts.bounds or parts.draws or parts.selected else {"pld", "rdp", "prv"})
-    return alone.intersection(*known)
+    return alone.intersection(*within)
 
 
 def require(event: Event, accountant: str) -> None:
-    """Refuses an event that an accountant does not know, with a ConfigError."""
+    """Refuses, with a ConfigError, an event that an accountant does not support."""
     if accountant not in (known := accountants(event)):
         why = "has parts of another kind than sums over samples" if "rdp" in known else "samples rows of one unit apart"
         raise ConfigError(
@@ -144,7 +144,7 @@ def require(event: Event, accountant: str) -> None:
 
 
 def dp_event_of(parts: Parts) -> DpEvent:
-    """The dp-accounting event of equal cost; it has none for what is imported or of bounded range (ConfigError)."""
+    """The dp-accounting event of equal cost; ConfigError for imported releases, bounded range and selections."""
     import dp_accounting as dp
     from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 

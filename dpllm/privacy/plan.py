@@ -1,7 +1,7 @@
-"""The promise: one frozen value from which sampler, noise, accountant, ledger and card are all built.
+"""The Plan: one frozen value from which sampler, noise, accountant, ledger and card are built.
 
-Comes in: a ``Mechanism``, all of it public. Goes out: a ``Plan``, which plan.json and the privacy statement hold as it is. Must
-not see data and must not import torch: whoever verifies a card computes it again.
+Comes in: a ``Mechanism``, all of it public. Goes out: a ``Plan``, which plan.json and the privacy statement contain unchanged.
+Must not see data and must not import torch: verifying a card recomputes it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dpllm.records import (
 
 ACCOUNTANT = "dp-accounting PLD"
 LATER = ("canary_commitment", "audit", "cross_check")
-"""Of a Plan: what is fixed when training starts."""
+"""Fields of a Plan that are set when training starts."""
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
 RELATION_IN_WORDS: dict[Relation, str] = {
@@ -54,100 +54,100 @@ Neighbours = Literal["zero_out", "zero_out_public_graph", "add_or_remove_one"]
 
 
 class AuditSettings(Record):
-    """What the audit may not choose after training."""
+    """Choices of the audit that are fixed before training."""
 
     alpha: Between0And1
-    """Probability that a bound exceeds the truth."""
+    """Probability that a bound exceeds the true value."""
     falling: tuple[AtLeast1, ...]
     """How many canaries the tests of membership guess on both sides, with weights that fall with the rank."""
     falling_in: tuple[AtLeast1, ...]
-    """And how many as planted alone."""
+    """And how many on the planted side only."""
     score: Literal["calibrated"] = "calibrated"
-    """Behind the lower bound."""
+    """The score on which the lower bound is based."""
     version: Literal[2]
-    """Of score and tests: the sum over every token that entered the loss (of a secret in a prompt, over its own) of what its word
-    in other rows does not explain, where equal scores count against the bound."""
+    """Version of score and tests: the sum over every token in the loss (for a secret in a prompt, over the secret's tokens) of
+    the part not explained by the same word in other rows; equal scores count against the bound."""
     control_level: Between0And1 = 0.001
-    """At which a control counts as seen, or as failed."""
+    """Level at which a control counts as detected, or as failed."""
 
 
 class Mechanism(Record):
-    """What runs: every number that decides the promise, and what is fixed beside it before training."""
+    """The mechanism of a run: every number that determines the promise, and what else is fixed before training."""
 
     unit: Text
-    """Whom the guarantee protects: example (one row of the data), or the name of the column that says whose row it is."""
+    """Whom the guarantee protects: example (one row of the data), or the name of the column that names a row's owner."""
     max_examples_per_unit: AtLeast1 | None
-    """Most rows that one unit may bring; null where each row is a unit."""
+    """Maximum number of rows of one unit; null if each row is a unit."""
     sampling: Literal["unit", "example"]
-    """What is drawn and clipped as a whole: unit, or example for single rows."""
+    """What is sampled and clipped as a whole: unit, or example for single rows."""
     neighbouring_relation: Neighbours
-    """How two datasets differ between which the guarantee holds: zero_out (one unit's data replaced by nothing, N unchanged:
-    it was counted and is published), zero_out_public_graph (rows have several owners; who has which row is public and
-    unchanged, and all rows of one owner are emptied) or add_or_remove_one (N was declared)."""
+    """How neighbouring datasets differ: zero_out (one unit's data replaced by nothing; N is unchanged, since it was counted and
+    is published), zero_out_public_graph (rows have several owners; ownership is public and unchanged, and all rows of one owner
+    are emptied) or add_or_remove_one (N was declared)."""
     dataset_size: AtLeast1
-    """N, the public number of what is sampled, canary slots included."""
+    """N, the public number of sampled units or rows, including canary slots."""
     canary_slots: Count
     """How many of the N are reserved for the audit's canaries."""
     expected_batch_size: AtLeast1
-    """Expected number in a step, and the public divisor of the sum."""
+    """Expected number of them in a step, and the public divisor of the sum."""
     num_steps: AtLeast1
     """T, logical steps; epsilon is for all of them."""
     noise_multiplier: Positive
     """sigma, standard deviation of the noise over C."""
     coefficients: tuple[Number, ...]
-    """Of banded noise, first column of the strategy matrix, whose noise is its inverse times independent noise; the squares add
-    up to at most 1. One for each band, which is also the number of groups that take turns. Empty for independent noise."""
+    """First column of the strategy matrix C of banded noise C^-1 z, with z independent noise; the squares add up to at most 1.
+    One for each band, which is also the number of groups that take turns. Empty for independent noise."""
     clipping: Clipping
     """The clipping function."""
     max_grad_norm: Positive
-    """C, the L2 norm to which the gradient of each thing that is sampled is clipped."""
+    """C, the L2 norm to which each sampled unit's gradient is clipped."""
     delta: Between0And1
-    """Slack of the definition; far below 1/N."""
+    """The delta of the definition; far below 1/N."""
     target_epsilon: Positive
-    """What the recipe asked for, at least epsilon."""
+    """The recipe's target, at least epsilon."""
     canary_commitment: Sha256 | None = None
-    """Hash of the canaries and their coins; null where none were planned."""
+    """Hash of the canaries and their coins; null if none were planned."""
     audit: AuditSettings | None = None
-    """What the audit may not choose later."""
+    """Settings that the audit may not choose later."""
 
     @property
     def schedule(self) -> Schedule:
-        """How often whom."""
+        """Sizes, sampling rate and steps."""
         size, batch = self.dataset_size, self.expected_batch_size
         return Schedule(size, self.canary_slots, batch, sampling_rate=batch / size, num_steps=self.num_steps)
 
     @property
     def bands(self) -> int:
-        """b, how many groups take turns and over how many steps noise reaches back; 1 for independent noise."""
+        """b, the number of groups that take turns and of steps with correlated noise; 1 for independent noise."""
         return max(1, len(self.coefficients))
 
     @property
     def group_size(self) -> int:
-        """How many of what is sampled are protected together."""
+        """How many sampled units or rows are protected together."""
         return (self.max_examples_per_unit or 1) if self.sampling == "example" else 1
 
     @property
     def event_of_steps(self) -> RunEvent:
-        """The event of its steps."""
+        """The event of the run's steps."""
         return steps_event(self.noise_multiplier, self.schedule, self.group_size, self.bands)
 
     @property
     def group_rate(self) -> float:
-        """The probability with which a member of the group whose turn it is joins a step: b times the sampling rate."""
+        """The probability that a member of the group whose turn it is joins a step: b times the sampling rate."""
         return group_rate(self.schedule, self.bands)
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         try:
             wrong = [problem for problem, good in self._rules().items() if not good]
-        except (ArithmeticError, ConfigError) as error:  # numbers that no float holds
+        except (ArithmeticError, ConfigError) as error:  # numbers that do not fit a float
             raise ValueError(str(error)) from None
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
 
     def _rules(self) -> dict[str, bool]:
-        """What holds of every mechanism, by what is wrong where it does not."""
+        """Conditions on a mechanism, by the message if one does not hold."""
         size, coefficients = self.dataset_size, self.coefficients
         return {
             "canary_slots do not fit into dataset_size": self.canary_slots < size,
@@ -167,22 +167,21 @@ class Mechanism(Record):
 
 
 class Plan(Mechanism):
-    """What one run promises: its mechanism, and everything that follows from it.
+    """The promise of one run: its mechanism, and everything derived from it.
 
     Guarantee:
         The trained parameters are (epsilon, delta)-differentially private for the privacy unit ``unit`` under
-        ``neighbouring_relation``, if T = num_steps steps run as ``schedule`` says, the contribution to a summed gradient of
-        each thing that is sampled has L2 norm at most ``max_grad_norm``, and N(0, (noise_multiplier * max_grad_norm)^2) is
-        added to every coordinate of each sum. With ``sampling`` example, rows are sampled and clipped one by one, and the
-        guarantee is for a unit of up to ``max_examples_per_unit`` rows together. With ``coefficients``, steps sample groups in
-        turn and the noise of a step takes back a part of earlier noise: ``dpllm.privacy.banded`` has the assumptions and the
-        proof.
+        ``neighbouring_relation``, if T = num_steps steps run as ``schedule`` says, each sampled unit (or row) contributes a
+        vector of L2 norm at most ``max_grad_norm`` to a summed gradient, and N(0, (noise_multiplier * max_grad_norm)^2) is added
+        to every coordinate of each sum. With ``sampling`` example, rows are sampled and clipped one by one, and the guarantee is
+        for a unit of up to ``max_examples_per_unit`` rows together. With ``coefficients``, steps sample groups in turn and the
+        noise of a step cancels a part of earlier noise: ``dpllm.privacy.banded`` has the assumptions and the proof.
     """
 
     schema_version: Literal[2]
     """Version of plan.json."""
     definition: Literal["(epsilon, delta)-differential privacy"]
-    """Which definition epsilon and delta belong to."""
+    """The definition to which epsilon and delta belong."""
     trust_model: Literal["central"]
     """Who saw the data: central means whoever ran the training did, and everybody else sees what is released."""
     mechanism: Literal["dp-sgd", "dp-bandmf"]
@@ -190,28 +189,28 @@ class Plan(Mechanism):
     sampling_rate: Annotated[float, Field(gt=0, le=1)]
     """q, probability of each coin, expected_batch_size / dataset_size; with groups, over the draw of the groups too."""
     event: StoredTrainingEvent
-    """The mechanism as a value, from which epsilon can be computed again: what is sampled is what is accounted. Of the best of a
-    secret number of runs, that choice, whose events hold that of these steps."""
+    """The mechanism as a value, from which epsilon can be recomputed: what is sampled is what is accounted. For the best of a
+    secret number of runs it is that selection, whose events include that of these steps."""
     epsilon: NotNegative
-    """Privacy loss of the run, an upper bound in full precision."""
+    """An upper bound on the privacy loss of the run, in full precision."""
     accountant: Accountant
     cross_check: CrossCheck | None
     accountants: dict[Annotated[str, Field(pattern=r"^[a-z]+$")], NotNegative | None]
-    """Epsilon by each accountant that knows the event."""
+    """Epsilon from each accountant that supports the event."""
     limits: MechanismLimits
     curve: tuple[tuple[Number, Number | None], ...]
-    """Pairs of delta and the epsilon certified at it, null where none is."""
+    """Pairs of delta and the epsilon certified at it; null if none is."""
     trade_off: tuple[tuple[Share, Share], ...]
     """Pairs of a false-positive rate and the largest true-positive rate of any membership test, in 4 digits."""
     without_amplification: NotNegative | None
-    """Epsilon at the same delta if batches had come from shuffling, rounded up to four digits; null where none can be stated, as
-    of banded noise: shuffled anew in each epoch, a unit would come back before the noise that hid it is used up."""
+    """Epsilon at the same delta with shuffled batches, rounded up to four digits; null if none can be stated, such as for banded
+    noise: reshuffled in each epoch, a unit could return within b steps."""
 
     @classmethod
     def of(cls, run: Mechanism, best_of: RepeatAndSelect | None = None) -> Plan:
-        """What a mechanism promises. A second accountant is asked when training starts: ``accounting.cross_check``.
+        """The Plan of a mechanism. A second accountant runs when training starts: ``accounting.cross_check``.
 
-        ``best_of``: the choice by which this run is released and no other; None: it is released whatever it is like.
+        ``best_of``: the selection by which this run alone is released; None: it is released whatever its result.
         """
         event, relation, delta = best_of or run.event_of_steps, run.neighbouring_relation, run.delta
         by_accountant = accounting.epsilon_by_accountant(event, delta, relation)
@@ -245,12 +244,12 @@ class Plan(Mechanism):
         }
         return {
             **super()._rules(),
-            **{f"{name} does not follow from the numbers beside it": good for name, good in follows.items()},
+            **{f"{name} does not follow from the other numbers": good for name, good in follows.items()},
         }
 
     @property
     def best_of(self) -> RepeatAndSelect | None:
-        """The choice by which this run is released; None where it was the only one."""
+        """The selection by which this run is released; None if it was the only run."""
         return self.event if isinstance(self.event, RepeatAndSelect) else None
 
     @property
@@ -259,7 +258,7 @@ class Plan(Mechanism):
         return digest(self.to_json())
 
     def in_words(self) -> dict[str, str]:
-        """The figures that everybody asks for, by their names."""
+        """The main figures, by their names."""
         return {
             "epsilon": f"{self.epsilon:.3f}",
             "at delta": f"{self.delta:g}",
@@ -285,17 +284,17 @@ class Plan(Mechanism):
 
 
 def if_shuffled(run: Mechanism, best_of: RepeatAndSelect | None = None) -> float | None:
-    """Epsilon of the same run if its batches had come from shuffling: one Gaussian release an epoch, no credit for sampling.
+    """Epsilon of the same run with shuffled batches: one Gaussian release per epoch, without amplification by sampling.
 
     Returns:
-        Rounded up to four digits; None of banded noise and of the best of several runs, and where it is 10,000 or more.
+        Epsilon rounded up to four digits; None for banded noise, for the best of several runs, and from 10,000 on.
 
     Guarantee:
-        An upper bound for the zero-out relation, if the place of a unit in the order stays when its data are replaced by
-        nothing. A unit of up to k rows that are drawn one by one is taken as one release of sensitivity k C.
+        An upper bound for the zero-out relation, if a unit keeps its position in the order when its data are replaced by nothing.
+        A unit of up to k rows that are sampled one by one counts as one release of sensitivity k C.
 
     References:
-        Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 3.3 (Gaussian releases add up to one).
+        Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 3.3 (Gaussian releases compose to one).
     """
     if run.coefficients or best_of:
         return None
@@ -304,7 +303,7 @@ def if_shuffled(run: Mechanism, best_of: RepeatAndSelect | None = None) -> float
         value = limits.gaussian_epsilon(run.group_size * math.sqrt(epochs) / run.noise_multiplier, run.delta)
     except (ArithmeticError, ValueError):  # hardly any noise
         return None
-    return limits.rounded_up(value * (1 + 1e-9))  # more than the error of its root
+    return limits.rounded_up(value * (1 + 1e-9))  # more than the root finder's error
 
 
 def _name_of(run: Mechanism) -> str:
@@ -312,14 +311,14 @@ def _name_of(run: Mechanism) -> str:
 
 
 def resolved_delta(
-    wanted: float | str, largest_delta: float, size: int, name: str = "privacy.delta", canary_slots: int = 0
+    requested: float | str, largest_delta: float, size: int, name: str = "privacy.delta", canary_slots: int = 0
 ) -> float:
-    """The delta that is stated, below 1/N, as is that of the dataset's budget; errors call it ``name`` and tell slots in N."""
+    """The stated delta, below 1/N as the dataset budget's must be; errors call it ``name`` and mention canary slots."""
     if largest_delta < 1.0:
         fewer = "plan fewer canaries (audit.canaries.groups)" if canary_slots else "bring more data"
         fix = f"Its owner can correct it with dpllm ledger init as long as nothing is spent; or {fewer}."
         check_delta(largest_delta, size, "the delta of the dataset's budget,", fix, canary_slots)
-    delta = min(auto_delta(size), largest_delta) if wanted == "auto" else events.number(name, wanted, 0.0, 1.0)
+    delta = min(auto_delta(size), largest_delta) if requested == "auto" else events.number(name, requested, 0.0, 1.0)
     check_delta(delta, size, name, canary_slots=canary_slots)
     return delta
 
@@ -327,7 +326,7 @@ def resolved_delta(
 def check_delta(
     delta: float, dataset_size: int, name: str = "privacy.delta", fix: str | None = None, canary_slots: int = 0
 ) -> None:
-    """Refuses a delta of 1/N or more; errors call it `name` and say how to `fix` it (None: by what auto would be)."""
+    """Refuses a delta of 1/N or more; errors call it `name` and say how to `fix` it (None: set it to auto)."""
     if delta * dataset_size >= 1:
         slots = f" (N counts {canary_slots:,} slots of canaries)" if canary_slots else ""
         raise Refused(
@@ -337,7 +336,7 @@ def check_delta(
 
 
 def fitting(sigma: float, event_of: Callable[[float], RunEvent], fit: Fit) -> float:
-    """The larger of ``sigma``, which meets the target, and the least noise multiplier that fits a Renyi filter.
+    """The larger of ``sigma``, which meets the target, and the smallest noise multiplier that fits a Renyi filter.
 
     Raises:
         Refused: The filter cannot count the event.
@@ -364,7 +363,7 @@ def strategy_for(
     rate: LearningRate,
     bands: int | Literal["auto"],
 ) -> tuple[float, ...]:
-    """Coefficients of banded noise that suit a learning rate; none where ``auto`` finds that independent noise does as well."""
+    """Coefficients of banded noise for a learning rate; empty if ``auto`` finds that independent noise is as good."""
 
     def sigma_of(bands: int) -> float:
         return noise_multiplier_for(epsilon, delta, schedule, relation, bands, rough=True)
@@ -384,13 +383,13 @@ def noise_multiplier_for(
     group_size: int = 1,
     rough: bool = False,
 ) -> float:
-    """Calibrated for the schedule with so many bands: ``accounting.calibrate_noise_multiplier`` of its rounds."""
+    """The noise multiplier calibrated for a schedule with bands: ``accounting.calibrate_noise_multiplier`` of its rounds."""
     rate, rounds = group_rate(schedule, bands), -(-schedule.num_steps // bands)
     return accounting.calibrate_noise_multiplier(epsilon, delta, rate, rounds, relation, group_size, rough=rough)
 
 
 def steps_event(noise_multiplier: float, schedule: Schedule, group_size: int, bands: int) -> RunEvent:
-    """The event of all steps of a schedule: its groups take turns where there are bands."""
+    """The event of all steps of a schedule; with bands, groups take turns."""
     noise = Gaussian(noise_multiplier)
     if bands > 1:
         return CyclicPoisson(bands, schedule.num_steps, group_rate(schedule, bands), noise)

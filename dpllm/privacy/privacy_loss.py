@@ -1,4 +1,4 @@
-"""The privacy-loss distribution of an event: every epsilon and delta of it at once.
+"""The privacy-loss distribution of an event: all of its epsilons and deltas at once.
 
 Comes in: the parts of an event, a neighbouring relation, a discretisation. Goes out: dp-accounting's distribution, which answers
 "which epsilon at this delta" and "which delta at this epsilon". Imports dp-accounting only when it computes.
@@ -20,80 +20,80 @@ if TYPE_CHECKING:
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
     from numpy.typing import NDArray
 
-# The first three cost the same under Poisson sampling. label_changed is of one label, whose text is the same in both datasets:
-# it is of releases whose epsilon is known, and no sum of gradients is accounted under it.
+# The first three cost the same under Poisson sampling. Under label_changed one label differs and its text does not: it applies to
+# releases of known epsilon, and no sum of gradients is accounted under it.
 Relation = Literal["zero_out", "zero_out_public_graph", "add_or_remove_one", "label_changed"]
 
 MAX_STEPS = 1_000_000
-CHUNK_OF_DRAWS = 500  # whose curve takes a second
-# Array elements that the deltas of one mixture may take: 8 MB a copy, and some tenths of a second.
+CHUNK_OF_DRAWS = 500  # draws whose curve takes a second
+# Maximum array elements for the deltas of one mixture: 8 MB a copy, and some tenths of a second.
 MIXTURE_ELEMENTS = 1_000_000
-ROUND_OFF = 2.0**-52  # of a delta, for each step: three times what Fourier transforms were seen to lose
-MOST_RATIO = 50.0  # logarithm of a ratio, beyond which a selection looks for none
-MOST_EXPONENT = 500.0  # beyond, probabilities times e^-epsilon have too few digits, and e^epsilon overflows
+ROUND_OFF = 2.0**-52  # of a delta, for each step: three times the observed loss of Fourier transforms
+MOST_RATIO = 50.0  # largest log ratio that a selection considers
+MOST_EXPONENT = 500.0  # above, probabilities times e^-epsilon lose their digits, and e^epsilon overflows
 
 
 @lru_cache(maxsize=8)
 def privacy_loss(parts: Parts, relation: Relation, interval: float) -> PrivacyLossDistribution:
-    """The privacy loss of an event that is not empty; the worse of both directions.
+    """The privacy loss of a non-empty event, as the worse of both directions.
 
-    Discretised at ``interval``, or wider where the losses are so large that they would fill the memory: a wider one is
-    faster, and overstates rather than understates.
+    Discretised at ``interval``, or more coarsely if losses so large would fill the memory; a wider interval is faster, and
+    overstates rather than understates.
 
     Raises:
-        ConfigError: the steps are too many.
-        OverflowError: the loss of hardly any noise does not fit a float, or all may be told.
+        ConfigError: there are too many steps or draws.
+        OverflowError: with hardly any noise, the loss does not fit a float or is unbounded.
     """
-    if max((part.times for some in (parts.sampled, parts.draws) for part in some), default=0) > MAX_STEPS:
+    if max((part.times for kind in (parts.sampled, parts.draws) for part in kind), default=0) > MAX_STEPS:
         raise ConfigError(f"over {MAX_STEPS} steps or draws take too long to compose. Take fewer.")
     from dp_accounting.pld import common
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    # dp-accounting's public functions, composed as its PLDAccountant does. The accountant itself has no event for an imported
-    # (epsilon, delta), inverts the loss of a mixture point by point, which takes 5 to 20 s, and computes one step anew for every
-    # number of steps.
+    # dp-accounting's public functions, composed as its PLDAccountant does. That accountant has no event for an imported (epsilon,
+    # delta), inverts the loss of a mixture point by point, which takes 5 to 20 s, and recomputes one step for every number of
+    # steps.
     interval = _interval(parts, interval)
-    whole = pld.identity(interval)
+    total = pld.identity(interval)
     for part in parts.sampled:
         if part.probability == 1.0:
-            # Sums over all of the data are one Gaussian of less noise, exactly: nothing needs to be composed.
+            # Sums over all of the data are exactly one Gaussian with less noise: nothing needs to be composed.
             sigma = part.noise_multiplier / math.sqrt(part.times)
-            whole = whole.compose(_step(part._replace(noise_multiplier=sigma, times=1), relation, interval))
+            total = total.compose(_step(part._replace(noise_multiplier=sigma, times=1), relation, interval))
         else:
-            whole = whole.compose(_step(part._replace(times=1), relation, interval).self_compose(part.times))
+            total = total.compose(_step(part._replace(times=1), relation, interval).self_compose(part.times))
     for release in parts.bounds:
-        known = common.DifferentialPrivacyParameters(release.epsilon, release.delta)
-        whole = whole.compose(pld.from_privacy_parameters(known, interval).self_compose(release.times))
-    for draws in parts.draws:  # each chunk has a pair that dominates it, and so they compose
-        chunks, rest = divmod(draws.times, CHUNK_OF_DRAWS)
+        parameters = common.DifferentialPrivacyParameters(release.epsilon, release.delta)
+        total = total.compose(pld.from_privacy_parameters(parameters, interval).self_compose(release.times))
+    for draws in parts.draws:  # each chunk has a dominating pair, so chunks compose
+        chunks, remainder = divmod(draws.times, CHUNK_OF_DRAWS)
         if chunks:
-            whole = whole.compose(_of_draws(draws._replace(times=CHUNK_OF_DRAWS), interval).self_compose(chunks))
-        if rest:
-            whole = whole.compose(_of_draws(draws._replace(times=rest), interval))
+            total = total.compose(_of_draws(draws._replace(times=CHUNK_OF_DRAWS), interval).self_compose(chunks))
+        if remainder:
+            total = total.compose(_of_draws(draws._replace(times=remainder), interval))
     for best in parts.selected:
-        whole = whole.compose(_selected(best, relation, interval).self_compose(best.times))
-    return whole
+        total = total.compose(_selected(best, relation, interval).self_compose(best.times))
+    return total
 
 
 def epsilon_at(delta: float, loss: PrivacyLossDistribution, parts: Parts) -> float:
-    """The smallest epsilon at ``delta`` of parts with such a ``privacy_loss``; infinite where delta is within the round-off.
+    """The smallest epsilon at ``delta`` of parts with this ``privacy_loss``; infinite if delta is within the round-off.
 
-    Round-off comes off delta where it is more than a hundredth of it. A smaller one moves less than a thousandth of epsilon, and
-    leaves published figures as they are.
+    Round-off is subtracted from delta if it is more than a hundredth of delta. A smaller one moves epsilon by less than a
+    thousandth, and published figures stay as they are.
     """
     lost = ROUND_OFF * _compositions(parts)
     return inverse(loss, delta - lost if lost > delta / 100 else delta)
 
 
 def _compositions(parts: Parts) -> float:
-    """Of how many steps a delta holds the round-off; of the best run, that of one run is multiplied by how many there are."""
+    """The number of steps whose round-off a delta contains; a selection multiplies that of one run by the mean number of runs."""
     steps = sum(part.times for part in parts.sampled if part.probability < 1) + sum(part.times for part in parts.bounds)
     runs = sum(best.times * best.mean * max(map(_compositions, best.options)) for best in parts.selected)
     return steps + sum(draws.times / CHUNK_OF_DRAWS for draws in parts.draws) + runs
 
 
 def inverse(loss: PrivacyLossDistribution, delta: float) -> float:
-    """The epsilon of a delta; by halving where dp-accounting's sums of e^-epsilon would underflow."""
+    """The epsilon at a delta; by bisection where dp-accounting's sums of e^-epsilon would underflow."""
     if delta < 0 or float(loss.get_delta_for_epsilon(math.inf)) > delta:
         return math.inf
     if float(loss.get_delta_for_epsilon(MOST_EXPONENT)) <= delta:
@@ -108,10 +108,10 @@ def inverse(loss: PrivacyLossDistribution, delta: float) -> float:
 
 
 def deltas_at(loss: PrivacyLossDistribution, epsilons: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
-    """Delta at rising epsilons, the larger of both directions.
+    """Delta at increasing epsilons, the larger of both directions.
 
-    The same sums as dp-accounting's own for many epsilons, which is a loop of Python: 100,000 losses take it 0.6 s. They multiply
-    by e^epsilon, which overflows, so that epsilons beyond ``MOST_EXPONENT`` are taken one by one.
+    The same sums as dp-accounting's own for many epsilons, which loops in Python: 0.6 s for 100,000 losses. They multiply by
+    e^epsilon, which can overflow, so epsilons above ``MOST_EXPONENT`` are computed one by one.
     """
     import numpy as np
 
@@ -137,7 +137,7 @@ def _hockey_stick(pmf: Any, epsilons: NDArray[np.float64]) -> NDArray[np.float64
 
 
 def _selected(best: Selections, relation: Relation, interval: float) -> PrivacyLossDistribution:
-    """Of the best of a random number of runs, of which each has the mean of the options' deltas."""
+    """The loss of selecting the best of a random number of runs, each with the mean of the options' deltas."""
     import numpy as np
 
     losses = [privacy_loss(option, relation, interval) for option in best.options]
@@ -147,58 +147,58 @@ def _selected(best: Selections, relation: Relation, interval: float) -> PrivacyL
         return deltas
 
     largest = max(map(_largest, losses))
-    more = selection.cost(delta_of, min(largest, MOST_RATIO), best.mean, best.distribution)
-    most = math.ceil((largest + more) / interval)
-    epsilons = interval * np.arange(-most, most + 1, dtype=np.float64)
-    deltas = selection.profile(delta_of(epsilons - more), epsilons, best.mean)
+    added_cost = selection.cost(delta_of, min(largest, MOST_RATIO), best.mean, best.distribution)
+    half = math.ceil((largest + added_cost) / interval)
+    epsilons = interval * np.arange(-half, half + 1, dtype=np.float64)
+    deltas = selection.profile(delta_of(epsilons - added_cost), epsilons, best.mean)
     if deltas[-1] >= 1:
-        raise OverflowError("the best of so many runs may tell all")
+        raise OverflowError("the best of so many runs has no bounded privacy loss")
     return _dominating(interval, deltas)
 
 
 def _largest(loss: PrivacyLossDistribution) -> float:
-    """The largest privacy loss that is finite, in either direction."""
+    """The largest finite privacy loss, in either direction."""
     dense = [pmf.to_dense_pmf() for pmf in (loss._pmf_remove, loss._pmf_add)]
     return max(float((pmf._lower_loss + len(pmf._probs) - 1) * pmf._discretization) for pmf in dense)
 
 
 def _dominating(interval: float, deltas: NDArray[np.float64]) -> PrivacyLossDistribution:
-    """Of a pair of distributions whose divergences are at least these deltas, on a grid with 0 in its middle."""
+    """The loss of a pair of distributions whose divergences are at least these deltas, on a grid centred at 0."""
     from dp_accounting.pld import pld_pmf
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-    most = len(deltas) // 2
-    return PrivacyLossDistribution(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -most, most, deltas))
+    half = len(deltas) // 2
+    return PrivacyLossDistribution(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -half, half, deltas))
 
 
 def _of_draws(draws: Draws, interval: float) -> PrivacyLossDistribution:
-    """Of the pair of distributions whose divergences are the curve that bounds them, in both directions."""
+    """The loss of the pair of distributions whose divergences are the bounding curve, in both directions."""
     import numpy as np
 
     h, delta_K = bounded_range.profile(*draws)
-    most = math.ceil(h * (len(delta_K) - 1) / interval)
-    deltas = bounded_range.delta_at(*draws, np.arange(-most, most + 1, dtype=np.float64) * interval)
+    half = math.ceil(h * (len(delta_K) - 1) / interval)
+    deltas = bounded_range.delta_at(*draws, np.arange(-half, half + 1, dtype=np.float64) * interval)
     return _dominating(interval, deltas)
 
 
 def _interval(parts: Parts, interval: float) -> float:
-    """The interval asked for, or a wider one where losses of thousands would need gigabytes."""
+    """The given interval, or a wider one if losses of thousands would need gigabytes."""
     from dpllm.privacy.renyi import rdp_epsilon
 
     weak = any(part.noise_multiplier / part.group_size < 0.3 for part in parts.sampled)
-    # About how often a unit takes part, times what each time may cost: quick, and large wherever epsilon is.
+    # Roughly, how often a unit takes part times the cost of each time: fast to compute, and large whenever epsilon is.
     often = ((part, part.times * part.probability) for part in parts.sampled)
     if (
         weak
         or sum((n + 6 * math.sqrt(n) + 6) * (part.group_size / part.noise_multiplier) ** 2 for part, n in often) > 250
     ):
-        # A millionth of the whole is fine enough. k rows together have about k times the loss.
+        # A millionth of the total is fine enough. k rows together have about k times the loss.
         size = max(part.group_size for part in parts.sampled)
         alone = Parts(tuple(part._replace(group_size=1) for part in parts.sampled))
         wider = 1e-6 * size * rdp_epsilon(alone, 1e-5)
         interval = max(interval, wider) if weak or wider > 5e-4 else interval
-    for some in (parts.bounds, parts.draws):
-        interval = max(interval, 1e-6 * sum(part[0] * part.times for part in some))
+    for kind in (parts.bounds, parts.draws):
+        interval = max(interval, 1e-6 * sum(part[0] * part.times for part in kind))
     for best in parts.selected:
         interval = max(_interval(option, interval) for option in best.options)
     for part in parts.sampled:
@@ -211,7 +211,7 @@ def _interval(parts: Parts, interval: float) -> float:
 
 @lru_cache(maxsize=16)
 def _step(part: SampledSums, relation: Relation, interval: float) -> PrivacyLossDistribution:
-    """One step, the same for every number of them."""
+    """The loss of one step, whatever the number of steps."""
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as pld
 
@@ -227,7 +227,7 @@ def _step(part: SampledSums, relation: Relation, interval: float) -> PrivacyLoss
 
 
 def _sampled_loss(part: SampledSums, interval: float) -> PrivacyLossDistribution:
-    """One step over a Poisson sample, discretised by connecting the dots as dp-accounting does, with all points at once."""
+    """One step over a Poisson sample, discretised with connect-the-dots as in dp-accounting, for all points at once."""
     import numpy as np
     from dp_accounting.pld import pld_pmf
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
@@ -244,7 +244,7 @@ def _sampled_loss(part: SampledSums, interval: float) -> PrivacyLossDistribution
 
 
 def _gaussian(part: SampledSums, *, removes: bool) -> Any:
-    """dp-accounting's loss of a sampled Gaussian at distance 1, with all points inverted at once; its own loop takes a second.
+    """dp-accounting's loss of a sampled Gaussian at distance 1, inverted for all points at once; its own loop takes a second.
 
     With g = log(1 + (e^l - 1) / q), where l is the loss (remove) or its negative (add), the loss is reached at
     -1/2 - g s^2 (remove) or 1/2 + g s^2 (add).
@@ -258,7 +258,7 @@ def _gaussian(part: SampledSums, *, removes: bool) -> Any:
         def get_delta_for_epsilon(self, epsilon: Any) -> Any:
             losses = epsilon if removes else -epsilon
             near, far = np.minimum(losses, 1.0), np.maximum(losses, 1.0)  # e^loss overflows far from 0
-            with np.errstate(divide="ignore"):  # at log(1 - q), the least loss that removing has
+            with np.errstate(divide="ignore"):  # at log(1 - q), the smallest loss of removing
                 g = np.where(
                     losses < 1.0,
                     np.log1p(np.maximum(np.expm1(near) / q, -1.0)),
@@ -273,12 +273,12 @@ def _gaussian(part: SampledSums, *, removes: bool) -> Any:
 
 
 def _mixture(part: SampledSums, *, removes: bool) -> Any:
-    """dp-accounting's loss of a mixture of Gaussians, with all points inverted at once by Newton's method.
+    """dp-accounting's loss of a mixture of Gaussians, inverted for all points at once by Newton's method.
 
-    With k rows of weight w_j at distance j and y = -x (remove) or x (add), the loss is log(w_0 + e^G(y)) with
-    G(y) = log sum_{j>0} w_j exp(j y / s^2 - j^2 / (2 s^2)), or its negative. G is convex and rises with a slope of 1/s^2
-    to k/s^2, so that Newton's method converges from above from the smallest root of its parts. A delta computed at
-    an inexact point is too small by the square of the error only, 1e-20 here.
+    With k rows of weight w_j at distance j and y = -x (remove) or x (add), the loss is log(w_0 + e^G(y)) with G(y) = log
+    sum_{j>0} w_j exp(j y / s^2 - j^2 / (2 s^2)), or its negative. G is convex and increases with a slope of 1/s^2 to k/s^2, so
+    Newton's method converges from above, starting at the smallest root of its terms. A delta computed at an inexact point is too
+    small only by the square of the error, here 1e-20.
     """
     import numpy as np
     from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, MixtureGaussianPrivacyLoss
@@ -288,7 +288,7 @@ def _mixture(part: SampledSums, *, removes: bool) -> Any:
     variance = part.noise_multiplier**2
     many = np.arange(part.group_size + 1)
     weights = binom.pmf(many, part.group_size, part.probability)
-    weights /= weights.sum()  # which is 1 but for rounding
+    weights /= weights.sum()  # 1 up to rounding
     all_present = np.flatnonzero(weights > 0)
     present = all_present[all_present > 0]
     log_terms = np.log(weights[present]) - present**2 / (2 * variance)
@@ -298,7 +298,7 @@ def _mixture(part: SampledSums, *, removes: bool) -> Any:
     class Mixture(MixtureGaussianPrivacyLoss):  # type: ignore[misc]  # dp-accounting has no types
         def inverse_privacy_losses(self, privacy_losses: Any, precision: float = 1e-10) -> Any:
             losses = np.asarray(privacy_losses, dtype=float) * (1.0 if removes else -1.0)
-            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # of losses that are never reached
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # for losses that are never reached
                 goal = losses + np.log(np.maximum(-np.expm1(log_none - losses), 0.0))
                 y = np.min((goal[:, None] - log_terms) / slopes, axis=1)
                 for _ in range(100):

@@ -1,11 +1,11 @@
-"""Renyi differential privacy at one order: what an event costs, what a budget allows, and what still fits.
+"""Renyi differential privacy at one order: an event's cost, a budget's allowance, and the noise that still fits.
 
 Comes in: events, an order, a budget. Goes out: Renyi divergences and the sums that a filter compares. Imports dp-accounting only
-when it computes.
+to compute.
 
-Why one order: composed privacy-loss distributions hold for runs that were all fixed in advance. Where a later run depends on
-the results of earlier ones, sums of the Renyi divergence at one order, chosen before the first run and never changed, still
-bound the whole.
+Why one order: composed privacy-loss distributions are valid for runs that were all fixed in advance. If a later run depends on
+the results of earlier ones, the sum of Renyi divergences at one order, chosen before the first run and never changed, still
+bounds the total.
 
 References:
     Feldman and Zrnic 2021, "Individual Privacy Accounting via a Renyi Filter" (arXiv 2008.11193), theorem 4.5.
@@ -35,26 +35,26 @@ if TYPE_CHECKING:
 
 # 1.1 to 11 in tenths, then whole numbers: what filter_order considers.
 ORDERS = tuple(n / 10 for n in range(11, 110)) + tuple(float(n) for n in range(11, 65))
-MIN_NOISE_MULTIPLIER, MAX_NOISE_MULTIPLIER = 0.05, 1e4  # what calibration considers
-LEAST = 2.0**-40  # divergence of one sampled sum: beside 1, a float has few digits of less, and none at q below 1e-8
-SUM = 1e30  # an order at which a release of known epsilon costs that epsilon, and the conversion nothing
+MIN_NOISE_MULTIPLIER, MAX_NOISE_MULTIPLIER = 0.05, 1e4  # the range of calibration
+LEAST = 2.0**-40  # minimum divergence of a sampled sum: next to 1, a float has few digits of less, none at q < 1e-8
+SUM = 1e30  # an order so large that a release of known epsilon costs that epsilon and conversion costs nothing
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What is left of a Renyi filter."""
+    """The remainder of a Renyi filter."""
 
     order: float  # alpha > 1, the filter's only one
-    allowance: float  # the Renyi divergence of that order which further runs may still have together
+    allowance: float  # the total Renyi divergence at that order left for further runs
 
 
 def rdp(event: Event, order: float) -> float:
-    """An upper bound on the Renyi divergence of `event` at one order alpha > 1; infinite where no finite one is known.
+    """An upper bound on the Renyi divergence of `event` at one order alpha > 1; infinite if no finite bound is known.
 
-    Infinite also for an event that imports a delta above 0: its worst case has no finite divergence.
+    It is infinite for an event that imports a delta above 0, whose worst case has no finite divergence.
 
     Raises:
-        ConfigError: a malformed event, an order of 1 or less, or an event that "rdp" does not know.
+        ConfigError: a malformed event, an order of 1 or less, or an event that "rdp" does not support.
     """
     number("order", order, 1.0)
     require(event, "rdp")
@@ -63,19 +63,19 @@ def rdp(event: Event, order: float) -> float:
 
 
 def divergence(parts: Parts, order: float) -> float:
-    """That of parts that "rdp" knows but for the deltas that they import, which whoever composes them has to set aside."""
+    """The divergence of parts that "rdp" supports, without their imported deltas, which the caller has to account for."""
     total = math.fsum(part.times * _sampled(part._replace(times=1), order) for part in parts.sampled)
     if parts.selected:
-        # The bound on a selection takes the best of several orders of one run: with this order alone it would be far larger.
+        # The bound on a selection minimises over several orders of one run: with this order alone it would be much larger.
         total += float(_curve(Parts(selected=parts.selected), (*_orders(), order))[-1])
     return total + _others(parts, order)
 
 
 def allowance(epsilon: float, delta: float, order: float) -> float:
-    """The largest Renyi divergence at `order` > 1 that implies (epsilon, delta)-DP; below 0 where none does.
+    """The largest Renyi divergence at `order` > 1 that implies (epsilon, delta)-DP; below 0 if none does.
 
     References:
-        Canonne, Kamath and Steinke 2020, proposition 12: what is between a Renyi divergence and epsilon.
+        Canonne, Kamath and Steinke 2020, proposition 12 (the difference between a Renyi divergence and epsilon).
     """
     number("epsilon", epsilon, 0.0)
     number("delta", delta, 0.0, BELOW_ONE)
@@ -84,19 +84,19 @@ def allowance(epsilon: float, delta: float, order: float) -> float:
 
 
 def filter_order(epsilon: float, delta: float) -> float:
-    """The order of a budget's filter, one of ``ORDERS``; it follows from the budget alone, so that no result can choose it.
+    """The order of a budget's filter, one of ``ORDERS``; it depends on the budget alone, so no result can influence it.
 
-    Of a Gaussian mechanism the divergence grows as the order, and most runs would fit where allowance / order is largest. That
-    of subsampled steps with little noise grows faster, which asks for a smaller order: hence the power of 1.8. Of the powers that
-    ``scripts/figure_gates.py`` tries, its largest cost beside an order chosen in hindsight is the least.
+    A Gaussian mechanism's divergence is proportional to the order, so most runs would fit at the largest allowance / order. The
+    divergence of subsampled steps with little noise grows faster, which favours a smaller order: hence the power 1.8. Among the
+    powers that ``scripts/figure_gates.py`` tries, it has the smallest worst-case loss against an order chosen in hindsight.
     """
     return max(ORDERS, key=lambda order: max(0.0, allowance(epsilon, delta, order)) / order**1.8)
 
 
 def smallest_noise_multiplier(event_of: Callable[[float], Event], fit: Fit) -> float:
-    """The smallest noise multiplier, in steps of 1e-4 from 0.05 to 1e4, whose event fits; infinite where none does.
+    """The smallest noise multiplier, in steps of 1e-4 from 0.05 to 1e4, whose event fits; infinite if none does.
 
-    Cost never rises with it.
+    The cost never increases with it.
     """
     if fit.allowance <= 0:
         return math.inf
@@ -106,29 +106,28 @@ def smallest_noise_multiplier(event_of: Callable[[float], Event], fit: Fit) -> f
 
 
 def rdp_epsilon(parts: Parts, delta: float) -> float:
-    """The epsilon at `delta` by Renyi divergences of all of dp-accounting's default orders; see ``accounting.epsilon``.
+    """Epsilon at `delta` from Renyi divergences at all of dp-accounting's default orders; see ``accounting.epsilon``.
 
-    An imported run is, at worst, randomised response that tells all with probability delta (Kairouz et al. 2015). What
-    it imports therefore comes off the delta at which the rest is stated.
+    At worst, an imported run is randomised response that reveals everything with probability delta (Kairouz et al. 2015). So
+    imported deltas reduce the delta at which the rest is stated.
     """
     from dp_accounting.rdp import compute_epsilon
 
-    left = delta - sum(part.delta * part.times for part in parts.bounds)
-    if left <= 0:
+    remaining = delta - sum(part.delta * part.times for part in parts.bounds)
+    if remaining <= 0:
         return math.inf
     orders = _orders()
     with _quiet():
-        return float(compute_epsilon(orders, _curve(parts, orders), left)[0])
+        return float(compute_epsilon(orders, _curve(parts, orders), remaining)[0])
 
 
 @lru_cache(maxsize=65_536)
 def _sampled(part: SampledSums, order: float) -> float:
-    """One sum; at a fractional order the smaller of dp-accounting's bound and one from the whole orders beside it.
+    """The divergence of one sum; at a fractional order, the smaller of dp-accounting's bound and one from integer orders.
 
-    dp-accounting adds up a series whose terms change their signs as if all were positive: at orders below 2 that can be
-    twice the divergence, and may not converge, which gives infinity. But (alpha - 1) times the divergence is the logarithm
-    of a moment, 0 at order 1 and convex in alpha, so that between two whole orders, which are finite sums, it lies
-    below the straight line.
+    dp-accounting sums the absolute values of an alternating series: at orders below 2 that can be twice the divergence, or fail
+    to converge, which gives infinity. But (alpha - 1) times the divergence is the logarithm of a moment, which is 0 at order 1
+    and convex in alpha, so between two integer orders, which are finite sums, it lies below the straight line.
     """
     from dp_accounting.rdp import RdpAccountant
 
@@ -138,14 +137,14 @@ def _sampled(part: SampledSums, order: float) -> float:
     if float(order).is_integer():
         return bound
     below = math.floor(order)
-    moments = [(whole - 1) * _sampled(part, float(whole)) if whole > 1 else 0.0 for whole in (below, below + 1)]
+    moments = [(n - 1) * _sampled(part, float(n)) if n > 1 else 0.0 for n in (below, below + 1)]
     line = ((below + 1 - order) * moments[0] + (order - below) * moments[1]) / (order - 1)
     return max(0.0, min(bound, line))
 
 
 @lru_cache(maxsize=64)
 def _curve(parts: Parts, orders: tuple[float, ...]) -> NDArray[np.float64]:
-    """The divergence at each order, without what is imported as delta."""
+    """The divergence at each order, without imported deltas."""
     import numpy as np
     from dp_accounting.rdp import RdpAccountant
 
@@ -160,20 +159,20 @@ def _curve(parts: Parts, orders: tuple[float, ...]) -> NDArray[np.float64]:
 
 
 def _orders() -> tuple[float, ...]:
-    """Those of dp-accounting's conversion to epsilon."""
+    """The orders of dp-accounting's conversion to epsilon."""
     from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
 
     return tuple(map(float, DEFAULT_RDP_ORDERS))
 
 
 def _others(parts: Parts, order: float) -> float:
-    """The divergence of what dp-accounting has no event for, without what is imported as delta."""
+    """The divergence of parts without a dp-accounting event, without imported deltas."""
     pure = sum(part.times * _pure(part.epsilon, order) for part in parts.bounds)
     return pure + sum(part.times * min(order * zcdp(part.range, 1), _pure(part.range, order)) for part in parts.draws)
 
 
 def _pure(epsilon: float, order: float) -> float:
-    """The divergence of randomised response, which no (epsilon, 0)-DP mechanism exceeds; at most eps and alpha eps^2/2."""
+    """The divergence of randomised response, the largest of any (epsilon, 0)-DP mechanism; at most eps and alpha eps^2/2."""
     if order == SUM:
         return epsilon  # which the terms below would round
     # log(p^a (1-p)^(1-a) + (1-p)^a p^(1-a)) / (a - 1), with p = e^eps / (1 + e^eps)
@@ -185,7 +184,7 @@ def _pure(epsilon: float, order: float) -> float:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """dp-accounting 0.6.0 logs every order whose series does not converge; its divergence is infinite, and that holds."""
+    """Silences dp-accounting 0.6.0, which logs every order whose series does not converge; infinity is a valid bound there."""
     absl = logging.getLogger("absl")
     before, absl.disabled = absl.disabled, True
     try:

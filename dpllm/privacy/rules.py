@@ -1,9 +1,9 @@
-"""Layer rules: from a layer's input and the gradient of its output to every unit's gradient of its parameters.
+"""Layer rules: compute every unit's gradient of a layer's parameters from the layer's input and output gradient.
 
-Comes in: one call of one layer in one backward pass, all tokens of the pass one after the other. Goes out: parts of gradients,
-from which ``gradients`` forms each unit's. To make another kind of layer fast, write one function and one line in ``RULES``; a
-layer without a rule goes through Opacus' functorch path, which is exact and slow. A wrong rule does not train: the self-check
-compares every run's model with autograd.
+Comes in: one call of one layer in one backward pass, with all tokens of the pass concatenated. Goes out: parts of gradients, from
+which ``gradients`` forms each unit's. To make another kind of layer fast, add one function and one line in ``RULES``; a layer
+without a rule uses Opacus' functorch path, which is exact but slow. A wrong rule never trains: the self-check compares every
+run's model with autograd.
 
 Shape suffixes: M tokens of a pass, U units, d inputs, p outputs, V vocabulary.
 """
@@ -29,7 +29,7 @@ from dpllm.privacy.packing import Segment
 
 @dataclass(frozen=True)
 class Product:
-    """A unit's gradient is left.T @ right of its own tokens: (M, ..., i) and (M, ..., j)."""
+    """A unit's gradient is left.T @ right over its own tokens: (M, ..., i) and (M, ..., j)."""
 
     left_Mi: Tensor
     right_Mj: Tensor
@@ -44,7 +44,7 @@ class Summed:
 
 @dataclass(frozen=True)
 class LookedUp:
-    """A unit's gradient is zero but for the vectors of its own tokens, each at an index of one dimension."""
+    """A unit's gradient is the sum of its own tokens' vectors, each at its index; zero elsewhere."""
 
     ids_M: Tensor
     values_Md: Tensor
@@ -67,7 +67,7 @@ Rule = Callable[[Any, Tensor, Tensor, Trains, Sequence[Segment]], Parts]
 def linear(
     layer: Any, input: Tensor, backprop: Tensor, trains: Trains, units: Sequence[Segment], *, transposed: bool = False
 ) -> Parts:
-    """nn.Linear, LoRA's A and B among them; ``transposed`` where the weight is stored so."""
+    """nn.Linear, including LoRA's A and B; ``transposed`` if the weight is stored transposed."""
     input_Md, backprop_Mp = input.flatten(0, 1), backprop.flatten(0, 1)
     if trains(layer.weight):
         yield layer.weight, Product(input_Md, backprop_Mp) if transposed else Product(backprop_Mp, input_Md)
@@ -79,11 +79,11 @@ conv1d = partial(linear, transposed=True)  # transformers' Conv1D (GPT-2)
 
 
 def embedding(layer: nn.Embedding, ids: Tensor, backprop: Tensor, trains: Trains, units: Sequence[Segment]) -> Parts:
-    """nn.Embedding: only the vectors that a unit looked up have a gradient."""
+    """nn.Embedding: only the vectors that a unit looks up have a gradient."""
     _check_embedding(layer)
     ids_M, values_Md = ids.flatten(), _flat(backprop).float()
     if trains(layer.weight):
-        if layer.padding_idx is not None:  # its vector has no gradient
+        if layer.padding_idx is not None:  # the padding vector has no gradient
             values_Md = values_Md * (ids_M != layer.padding_idx).unsqueeze(1)
         yield layer.weight, LookedUp(ids_M, values_Md)
 
@@ -94,7 +94,7 @@ def scaled_embedding(layer: Any, ids: Tensor, backprop: Tensor, trains: Trains, 
 
 
 def lora_embedding(layer: Any, ids: Tensor, backprop: Tensor, trains: Trains, units: Sequence[Segment]) -> Parts:
-    """LoRA on an embedding, y = base(ids) + (A.T[ids] @ B.T) scale: parameters that no inner layer of peft calls."""
+    """LoRA on an embedding, y = base(ids) + (A.T[ids] @ B.T) scale: its parameters belong to no inner layer of peft."""
     _check_embedding(layer.get_base_layer())
     scale = float(getattr(layer.get_base_layer(), "embed_scale", 1.0))
     ids_M = ids.flatten()
@@ -130,10 +130,10 @@ def rms_norm(layer: Any, input: Tensor, backprop: Tensor, trains: Trains, units:
 
 
 def by_functorch(layer: nn.Module, input: Tensor, backprop: Tensor, trains: Trains, units: Sequence[Segment]) -> Parts:
-    """Any other layer without inner layers: its own forward pass once more for each unit, differentiated by functorch."""
+    """Any other layer without inner layers: repeats its forward pass for each unit, differentiated by functorch."""
     dtype = next(layer.parameters()).dtype
     input_M, backprop_M = input.flatten(0, 1), backprop.flatten(0, 1).to(dtype)
-    each = [
+    by_unit = [
         ft_compute_per_sample_gradient(
             layer, [input_M[unit.start : unit.stop][None]], backprop_M[unit.start : unit.stop][None]
         )
@@ -141,7 +141,7 @@ def by_functorch(layer: nn.Module, input: Tensor, backprop: Tensor, trains: Trai
     ]
     for parameter in layer.parameters():
         if trains(parameter):
-            formed = [gradients[parameter][0].detach().float() for gradients in each]
+            formed = [gradients[parameter][0].detach().float() for gradients in by_unit]
             yield parameter, Formed(torch.stack(formed) if formed else parameter.new_zeros(0, *parameter.shape))
 
 
@@ -153,12 +153,12 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.LayerNorm: layer_norm,
     nn.RMSNorm: rms_norm,
 }
-# Every model of transformers brings classes of its own; they are known by the end of their names.
+# Models of transformers define their own classes; the end of the name identifies them.
 RULES_BY_NAME: dict[str, Rule] = {"RMSNorm": rms_norm, "ScaledWordEmbedding": scaled_embedding, "FalconLinear": linear}
 
 
 def rule_of(layer: nn.Module, name: str) -> Rule:
-    """The rule for a layer that owns trainable parameters, or a refusal where functorch does not take it either."""
+    """The rule for a layer that owns trainable parameters; Refused if functorch does not support it either."""
     if rule := RULES.get(type(layer)):
         return rule
     for ending, rule in RULES_BY_NAME.items():
@@ -175,7 +175,7 @@ def rule_of(layer: nn.Module, name: str) -> Rule:
 
 
 def _flat(values: Tensor) -> Tensor:
-    """(M, last): all tokens of a pass one after the other."""
+    """(M, last): all tokens of a pass, concatenated."""
     return values.reshape(-1, values.shape[-1])
 
 

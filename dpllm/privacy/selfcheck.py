@@ -1,7 +1,7 @@
-"""The check before every run: the engine against brute-force autograd, through the very model that trains.
+"""The check before every run: compares the engine with brute-force autograd on the model that will train.
 
-Comes in: a ``Subject``: the model, a function from a pass to losses, a way to make a clipper. Goes out: ``Checked``, or a refusal
-that names the layer. Rows are synthetic; this module must not see data.
+Comes in: a ``Subject``: the model, a function from a pass to losses, a factory of clippers. Goes out: ``Checked``, or a refusal
+that names the layer. All rows are synthetic; this module must not see data.
 
 Shape suffixes: R rows, M tokens, U units, P coordinates.
 """
@@ -29,42 +29,42 @@ from dpllm.privacy.reference import Subject, brute_force, compare, gradients_of
 from dpllm.privacy.schedule import TokenSequence, Unit
 from dpllm.progress import tell
 
-MOST_UNITS = 512  # that are shown in company
-MOST_SHORT = 12  # rows of two tokens among them: each unit's gradient is held
-SEEDS = 7, 8  # of two passes over the same rows
-NOBODY = -1  # the number of a unit that learns nothing
+MOST_UNITS = 512  # units in a pass of the batch-invariance test
+MOST_SHORT = 12  # maximum rows of two tokens among them: each unit's gradient is held
+SEEDS = 7, 8  # for two passes over the same rows
+NOBODY = -1  # number of a unit that learns nothing
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What a self-check found."""
+    """The result of a self-check."""
 
     error: float  # largest relative error against brute-force autograd; 0 without a Plan
-    # Of what synthetic units of a pass add to the sum, bit for bit. Processes with equal digests rounded these rows alike: a test
-    # on samples, no proof.
+    # Digest of the exact sum over synthetic units. Processes with equal digests rounded these rows alike: a test on samples, not
+    # a proof.
     digest: str = ""
 
 
 def self_check(subject: Subject) -> Checked:
-    """Compares losses, per-unit norms and a clipped sum with ordinary gradients of each unit by itself.
+    """Compares losses, per-unit norms and a clipped sum with the ordinary gradients of each unit by itself.
 
-    On ragged rows of random tokens, never private ones. Each unit by itself is read by the model's own attention, padded as
-    batches usually are; the engine reads all of them in one pass. Weights that start at zero (LoRA's B) are filled for the time
-    of the check: behind them every gradient is zero and any engine right.
+    It uses ragged rows of random tokens, never private ones. The reference reads each unit with the model's own attention and
+    ordinary padding; the engine reads all units in one pass. Weights that start at zero (LoRA's B) are filled during the check:
+    else every gradient before them is zero, and any engine would pass.
 
-    Then: what a unit adds to the sum has the same bits whoever else is in the pass and wherever it stands. This is compared in
-    whole numbers, without a tolerance, and rests on shapes, kernels and the model, not on data.
+    Then it checks that a unit's contribution has the same bits whatever other units are in the pass and at any position. This
+    compares integers without a tolerance; the outcome depends on shapes, kernels and the model, not on data.
 
     Raises:
-        NotBatchInvariant: Rows influence each other through rounding alone.
+        NotBatchInvariant: Rows influence each other only through rounding.
         Refused: Losses, norms or clipped sums differ by more than the tolerance, rows influence each other, or a forward pass
             moves a buffer or draws random numbers; names the layer.
     """
     longest, device = subject.longest, subject.device
-    # As few tokens as show rows that differ, and a unit of two, unless each row has a pass of its own.
+    # The fewest tokens with rows of different lengths and, unless each row has its own pass, a unit of two rows.
     lengths = [(9,), (13,), (4,)] if subject.packing.alone else [(9, 5), (13,), (4,)]
     if not subject.packing.alone and subject.packing.rows_each * sum(map(sum, lengths)) > subject.packing.room:
-        lengths = [(4, 2), (6,), (3,)]  # two of each fit the smallest pass of all, of 32 tokens
+        lengths = [(4, 2), (6,), (3,)]  # also as pairs, they fit the smallest pass, of 32 tokens
     units = _units_of([[max(2, min(length, longest)) for length in of_one] for of_one in lengths], subject)
     attention = RowAttention(subject.model)
     devices = [device] if device.type == "cuda" else []
@@ -75,7 +75,7 @@ def self_check(subject: Subject) -> Checked:
             still = _still(subject, first)
             _refuse_random_numbers(subject, still, first)
         _check_longest(subject, attention, still)
-        bound, again, loss_U = brute_force(subject, attention, units)
+        bound, rerun, loss_U = brute_force(subject, attention, units)
         clipper = subject.make_clipper()
         try:
             spacing = _spacing(bound, len(units))
@@ -83,24 +83,24 @@ def self_check(subject: Subject) -> Checked:
             seen_U, sum_P, seen_loss_U = _added(subject, clipper, groups, bound, spacing)
             sum_P *= spacing
             _check_losses(subject, seen_loss_U, loss_U)
-            digest = _check_company(subject, clipper) if subject.company and not subject.packing.alone else ""
+            digest = _check_company(subject, clipper) if subject.batch_invariance and not subject.packing.alone else ""
         finally:
             clipper.close()
-        error = compare(subject, seen_U, sum_P, again)  # names the layer, if one stands out
+        error = compare(subject, seen_U, sum_P, rerun)  # names the layer, if one stands out
     return Checked(error, digest)
 
 
 def _added(
     subject: Subject, clipper: PerUnitClipper, passes: Iterable[Sequence[Unit]], bound: float, spacing: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """norm_U, sum_P in whole numbers, and loss_U of passes of these units."""
+    """norm_U, sum_P in integers, and loss_U of passes of these units."""
     size = sum(parameter.numel() for parameter in subject.parameters.values())
     sum_P, norms, losses = torch.zeros(size, dtype=torch.float64, device=subject.device), [], []
     for units in passes:
-        some = subject.laid_out(units)
-        loss_R, norm_U = clipper.add(subject.losses, some, sum_P, bound, spacing)
-        each = [row.unit for row in some.rows[:: subject.packing.rows_each]]
-        owner_R = torch.tensor(each, device=loss_R.device)
+        batch = subject.laid_out(units)
+        loss_R, norm_U = clipper.add(subject.losses, batch, sum_P, bound, spacing)
+        owners = [row.unit for row in batch.rows[:: subject.packing.rows_each]]
+        owner_R = torch.tensor(owners, device=loss_R.device)
         losses.append(loss_R.double().new_zeros(len(norm_U)).index_add_(0, owner_R, loss_R.double()))
         norms.append(norm_U.double())
     return torch.cat(norms), sum_P, torch.cat(losses)
@@ -113,38 +113,38 @@ def _check_losses(subject: Subject, seen_U: Tensor, loss_U: Tensor) -> None:
 
 
 def _check_longest(subject: Subject, attention: RowAttention, losses: Losses) -> None:
-    """The longest row, of which some models read less than all, and which may leave behind what the next pass reads."""
+    """Checks the longest row, which some models read only in part, and which may change state that the next pass reads."""
     units = _units_of([(subject.longest,)], subject)
-    some = subject.laid_out(units)
+    batch = subject.laid_out(units)
     with torch.no_grad():
-        with attention.of(some):
-            loss_R = losses(some).double()
+        with attention.of(batch):
+            loss_R = losses(batch).double()
         if not subject.packing.alone:
             _check_losses(subject, loss_R, subject.losses(subject.by_itself(units[0], subject.longest)).double())
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether a module computes on as many tokens as chose it, so that its rounding would take every routing to see."""
+    """Whether a module's batch depends on routing, so that testing its rounding would need every possible routing."""
     return any("experts" in name.split(".") or "Expert" in type(part).__name__ for name, part in model.named_modules())
 
 
 def _company(subject: Subject) -> list[Unit]:
-    """Units that fill most of a pass: the longest row, one of two rows, one of one token again and again, others of many lengths.
+    """Units that fill most of a pass: the longest row, a unit of two rows, one repeated token, and rows of many lengths.
 
-    The last of them have two tokens.
+    The last rows have two tokens.
     """
-    longest, each = subject.longest, subject.packing.rows_each
-    lengths, left, short = [[longest]], subject.packing.room - each * longest, 0
+    longest, rows_each = subject.longest, subject.packing.rows_each
+    lengths, room, short = [[longest]], subject.packing.room - rows_each * longest, 0
     for number in range(min(subject.packing.most_units, MOST_UNITS) - 1):
         length = 2 + (7 * number * number + 3 * number) % max(1, longest - 1)
         of_one = [length, max(2, length // 2)] if number == 1 else [length]
-        if each * sum(of_one) > left:
+        if rows_each * sum(of_one) > room:
             of_one = [2]
             short += 1
-        if each * sum(of_one) > left or short > MOST_SHORT:
+        if rows_each * sum(of_one) > room or short > MOST_SHORT:
             break
         lengths.append(of_one)
-        left -= each * sum(of_one)
+        room -= rows_each * sum(of_one)
     units = _units_of(lengths, subject)
     if len(units) > 2:
         token = units[2].sequences[0].input_ids[-1]
@@ -153,11 +153,11 @@ def _company(subject: Subject) -> list[Unit]:
 
 
 def _check_company(subject: Subject, clipper: PerUnitClipper) -> str:
-    """Losses, norms and sum of a full pass are those of other passes, in which every unit has another place and other company.
+    """Checks that losses, norms and sum of a full pass are the same in passes with other positions and other units.
 
-    One has the units in reverse; two hold every other unit each, behind and before rows that learn nothing, of odd lengths.
-    Kernels that round by place differ there, and so do those that mix rows. Losses and norms are compared too, since the
-    rounding of a sum may hide a bit. Returns a digest of the sum.
+    One pass has the units in reverse; two others have every second unit each, after or before filler rows of odd lengths. Kernels
+    whose rounding depends on position differ there, and so do those that mix rows. Losses and norms are also compared, since
+    rounding of the sum may hide a bit. Returns a digest of the sum.
     """
     tell("Self-check: rows beside others", public=True)
     units = _company(subject)
@@ -167,8 +167,8 @@ def _check_company(subject: Subject, clipper: PerUnitClipper) -> str:
     even, odd = numbered[::2], numbered[1::2]
     halves = [[*_filler(subject, even, 3), *even], *([[*odd, *_filler(subject, odd, 2)]] if odd else [])]
     for passes in ([numbered[::-1]], halves):
-        other_norm, other_P, other_loss = run(passes=[[unit for _, unit in some] for some in passes])
-        number_U = torch.tensor([number for some in passes for number, _ in some], device=norm_U.device)
+        other_norm, other_P, other_loss = run(passes=[[unit for _, unit in members] for members in passes])
+        number_U = torch.tensor([number for members in passes for number, _ in members], device=norm_U.device)
         same_U = (number_U == NOBODY) | (other_norm == norm_U[number_U]) & (other_loss == loss_U[number_U])
         if bool(same_U.all()) and torch.equal(other_P, sum_P):
             continue
@@ -182,38 +182,38 @@ def _check_company(subject: Subject, clipper: PerUnitClipper) -> str:
     return hashlib.blake2b(sum_P.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def _filler(subject: Subject, beside: Sequence[tuple[int, Unit]], tokens: int) -> list[tuple[int, Unit]]:
-    """A unit that learns nothing, if a pass has room for it beside others."""
-    taken = sum(len(row.input_ids) for _, unit in beside for row in unit.sequences)
+def _filler(subject: Subject, others: Sequence[tuple[int, Unit]], tokens: int) -> list[tuple[int, Unit]]:
+    """A unit that learns nothing, if the pass with the others has room for it."""
+    taken = sum(len(row.input_ids) for _, unit in others for row in unit.sequences)
     tokens = min(tokens, subject.longest, (subject.packing.room - taken) // subject.packing.rows_each)
-    if tokens < 1 or len(beside) >= subject.packing.most_units:
+    if tokens < 1 or len(others) >= subject.packing.most_units:
         return []
     row = TokenSequence((subject.pad_id,) * tokens, (False,) * tokens, 1)
     return [(NOBODY, Unit((row,) * subject.packing.rows_each))]
 
 
 def _spacing(bound: float, rows: int) -> float:
-    """Of a lattice as fine as exact sums of so many units of this length allow."""
+    """The finest lattice with exact sums of ``rows`` units of norm ``bound``."""
     return math.ldexp(1.0, math.floor(math.log2(bound)) + math.ceil(math.log2(rows)) - 50)
 
 
 def _coupled(subject: Subject, error: float) -> Refused:
     kind = Refused if subject.packing.alone else NotBatchInvariant
     return kind(
-        f"the loss of a row changes by {error:.1e} (relative) with the other rows in the batch, so that clipping could not bound "
-        "the influence of one unit. Batch norm, capacity-limited experts and recurrent layers do this: use another base model."
+        f"the loss of a row changes by {error:.1e} (relative) with the other rows in the batch, so clipping could not bound the "
+        "influence of one unit. Batch norm, capacity-limited experts and recurrent layers do this: use another base model."
     )
 
 
 def _still(subject: Subject, batch: Pass) -> Losses:
-    """The losses, and a refusal where a pass moves a buffer."""
+    """The losses as a function that refuses if a pass changes a buffer."""
     with torch.no_grad():
-        # Whatever ran before, a rehearsal of the longest rows perhaps, may have moved buffers already.
+        # An earlier pass, such as a rehearsal of the longest rows, may already have changed buffers.
         subject.losses(batch)
     before = {name: buffer.clone() for name, buffer in subject.model.named_buffers()}
 
-    def still(some: Pass) -> Tensor:
-        loss_R = subject.losses(some)
+    def still(batch: Pass) -> Tensor:
+        loss_R = subject.losses(batch)
         for name, buffer in subject.model.named_buffers():
             if not torch.equal(buffer, before[name]):
                 raise Refused(
@@ -227,12 +227,12 @@ def _still(subject: Subject, batch: Pass) -> Losses:
 
 
 def _refuse_random_numbers(subject: Subject, losses: Losses, batch: Pass) -> None:
-    """Looks for draws in passes over the same rows, and names the module that draws where its call shows it.
+    """Looks for random draws in passes over the same rows, and names the module that draws if a call shows it.
 
-    A draw from a global generator (of torch, numpy or Python) moves its state, however rare it is and whatever becomes of it. One
-    from a generator of a module's own changes the losses from pass to pass, or the gradients; so does one that leaves the global
-    state as it was, because passes begin with different seeds. Checkpointing sets the state back before it computes again, and is
-    no draw. The rounding of gradients may differ from pass to pass by the tolerance; losses have the same bits.
+    Any draw from a global generator (of torch, numpy or Python) changes its state, however rare and whatever its use. A draw from
+    a module's own generator changes losses or gradients between passes; so does one that restores the global state, because
+    passes begin with different seeds. Checkpointing restores the state before it recomputes, and is not a draw. Gradients may
+    differ between passes by the tolerance; losses must have the same bits.
     """
     model, device = subject.model, subject.device
     if name := _first_to_draw(model, device, lambda: losses(batch)):
@@ -244,11 +244,11 @@ def _refuse_random_numbers(subject: Subject, losses: Losses, batch: Pass) -> Non
         raise _draws(f"a backward pass of {type(model).__name__}")
     torch.manual_seed(SEEDS[1])
     again_R = losses(batch)
-    if not torch.equal(again_R.detach().view(torch.uint8), loss_R.detach().view(torch.uint8)):  # bits: of nan as well
+    if not torch.equal(again_R.detach().view(torch.uint8), loss_R.detach().view(torch.uint8)):  # bits, also of nan
         raise _draws(type(model).__name__)
     for name, gradient in gradients_of(again_R, subject.parameters).items():
         size = float(gradient.norm())
-        # What is not finite can be compared with nothing; the self-check refuses it next, in words of its own.
+        # Values that are not finite cannot be compared; the self-check refuses them next, with its own message.
         if math.isfinite(size) and not float((gradient - gradients[name]).norm()) <= subject.tolerance * size:
             raise _draws(f"the backward pass of {name}")
 
@@ -262,7 +262,7 @@ def _draws(name: str) -> Refused:
 
 
 def _first_to_draw(model: nn.Module, device: torch.device, run: Callable[[], object]) -> str | None:
-    """The innermost module of which a call moves the state of a generator that all modules share."""
+    """The innermost module with a call that changes the state of a global generator."""
     begun: list[int] = []
     moved: list[str] = []
 
@@ -283,7 +283,7 @@ def _first_to_draw(model: nn.Module, device: torch.device, run: Callable[[], obj
 
 
 def _states(device: torch.device) -> int:
-    """Of every generator that all modules share, as a hash."""
+    """A hash of the states of all global generators."""
     on_device = b"" if device.type == "cpu" else torch.get_device_module(device).get_rng_state().numpy().tobytes()
     numpys: Any = np.random.get_state()
     torchs = torch.get_rng_state().numpy().tobytes()
@@ -291,7 +291,7 @@ def _states(device: torch.device) -> int:
 
 
 def _units_of(lengths: Sequence[Sequence[int]], subject: Subject) -> list[Unit]:
-    """Random tokens; the first third of each row is a prompt. An example of two rows has them about equally long."""
+    """Units of random tokens; the first third of each row is a prompt. The rows of a pair have nearly equal lengths."""
     generator = torch.Generator().manual_seed(20161024)
     units = []
     for of_one in lengths:
@@ -306,7 +306,7 @@ def _units_of(lengths: Sequence[Sequence[int]], subject: Subject) -> list[Unit]:
 
 @contextlib.contextmanager
 def _filled(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Small random values in every parameter that is zero, for the time of the block."""
+    """Fills every parameter that is zero with small random values during the block."""
     zeros = [p for p in parameters if not bool(p.detach().any())]
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""One training run: its promise, its parts, the loop, and what stays of it in a run directory.
+"""One training run: its promise, its parts, the loop, and what it leaves in a run directory.
 
 Read ``loop.py`` first.
 """

@@ -1,7 +1,7 @@
-"""Advice: settings that are allowed and likely to hurt, each with its reason and what to type; and what cannot train at all.
+"""Advice on settings that are allowed but likely to hurt, with reasons and what to type; refuses what cannot train at all.
 
-Comes in: the recipe and its Plan. Goes out: sentences, none for a good recipe, which ``dpllm plan`` and a run print alike before
-anything is spent; and one refusal. Heuristics: they are no part of any guarantee. Must not see data, and must not import torch.
+Comes in: the recipe and its Plan. Goes out: sentences, none for a good recipe, which both ``dpllm plan`` and a run print before
+anything is spent; and one refusal. These are heuristics, not part of any guarantee. Must not see data, and must not import torch.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ WEAK_EPSILON = 10.0
 WEAK_NOISE = 0.5
 MANY_CANARIES = 0.1  # of N
 LARGE_MOVE = 0.3  # of a weight, in one step
-BROKEN_MOVE = 10.0  # weights of base models and adapters are below 1, but for a few
+BROKEN_MOVE = 10.0  # nearly all weights of base models and adapters are below 1
 TOO_NOISY = 1.5  # times the least noise per unit of signal that the same compute allows
 NEAR_BEST = 1.10
-MIN_STEPS = 50  # fewer updates than this give an optimizer little to work with, however clean each is
-WIDEST = 1e-3  # of PLD's intervals: an answer takes a twentieth of a second, and errs on the safe side
+MIN_STEPS = 50  # fewer updates give an optimizer little to work with, however little noise each has
+WIDEST = 1e-3  # PLD interval: an answer takes a twentieth of a second, and errs on the safe side
 
 
 def check_learning_rate(config: RunConfig, plan: Plan | None) -> None:
-    """Refuses, with a ConfigError, a learning rate at which one step alone replaces every weight by noise."""
+    """Refuses, with a ConfigError, a learning rate at which a single step replaces every weight by noise."""
     if (move := _move(config, plan)) > BROKEN_MOVE:
         raise ConfigError(
             f"train.learning_rate {config.train.learning_rate:g} would move every weight by about {move:.3g} in a step, whatever "
-            "the data say, and nothing could be learned for the epsilon spent. Type --train.learning_rate 0.003."
+            "the data say, so the epsilon would be spent and nothing learned. Type --train.learning_rate 0.003."
         )
 
 
 def advise(config: RunConfig, plan: Plan) -> list[str]:
-    """What is likely to hurt, why, and what to type: sentences, the gravest first, and none for a good recipe.
+    """What is likely to hurt, why, and what to type: sentences, the most serious first; none for a good recipe.
 
     References:
         Ponomareva et al. 2023, How to DP-fy ML: A Practical Guide to Machine Learning with Differential Privacy (tiers of
@@ -49,7 +49,7 @@ def advise(config: RunConfig, plan: Plan) -> list[str]:
 
 
 def _move(config: RunConfig, plan: Plan | None) -> float:
-    """How far a step moves a weight at the peak learning rate, at least; 0 where no data-free figure is known."""
+    """A lower bound on how far a step moves a weight at the peak learning rate; 0 if none is known without the data."""
     rate = config.train.learning_rate
     if config.train.optimizer == "adamw":
         return rate
@@ -95,8 +95,8 @@ def _noise(plan: Plan) -> str | None:
     size, dataset_size = plan.schedule.expected_batch_size, plan.schedule.dataset_size
     larger_batch = f"--train.batch_size {min(2 * size, dataset_size)} or " if size < dataset_size else ""
     return (
-        f"noise multiplier {plan.noise_multiplier:.3g} is below {WEAK_NOISE}: the guarantee then rests almost entirely on "
-        "nobody knowing who was in which batch, and a single step would reveal much about somebody known to be in it. Type "
+        f"noise multiplier {plan.noise_multiplier:.3g} is below {WEAK_NOISE}: the guarantee then rests almost entirely on nobody "
+        "knowing who was in which batch, and a single step would reveal much about a person known to be in it. Type "
         f"{larger_batch}a smaller --privacy.epsilon; either means more noise."
     )
 
@@ -105,7 +105,7 @@ def _batch(plan: Plan) -> str | None:
     """The smallest doubling of the batch, in as many steps fewer, whose noise is within 10% of the largest one's."""
     step = step_of(plan.event)
     larger = _larger_batches(plan.schedule)
-    if not larger or not isinstance(step, PoissonSampled):  # of banded noise, other rules hold
+    if not larger or not isinstance(step, PoissonSampled):  # banded noise follows other rules
         return None
     current = noise_per_signal(plan.noise_multiplier, plan.schedule)
     if not _keeps(plan, larger[-1], current / TOO_NOISY, step.group_size):
@@ -113,7 +113,7 @@ def _batch(plan: Plan) -> str | None:
     try:
         promise = plan.epsilon, plan.delta, larger[-1], plan.neighbouring_relation
         sigma = noise_multiplier_for(*promise, group_size=step.group_size, rough=True)
-    except ConfigError:  # none that is considered
+    except ConfigError:  # none in the range considered
         return None
     enough = NEAR_BEST * noise_per_signal(sigma, larger[-1])
     best = next((batch for batch in larger if _keeps(plan, batch, enough, step.group_size)), larger[-1])
@@ -127,7 +127,7 @@ def _batch(plan: Plan) -> str | None:
 
 
 def _larger_batches(schedule: Schedule) -> list[Schedule]:
-    """Schedules of the same number of examples: the batch doubled again and again, up to N and down to ``MIN_STEPS``."""
+    """Schedules with the same number of examples: the batch doubled repeatedly, up to N and down to ``MIN_STEPS`` steps."""
     schedules, size = [], 2 * schedule.expected_batch_size
     compute = schedule.expected_batch_size * schedule.num_steps
     while size <= schedule.dataset_size and round(compute / size) >= MIN_STEPS:
@@ -140,11 +140,11 @@ def _larger_batches(schedule: Schedule) -> list[Schedule]:
 def noise_per_signal(noise_multiplier: float, schedule: Schedule) -> float:
     """Sigma / (B sqrt(T)): noise over signal in the sum of all updates, for one coordinate, at the clipping norm.
 
-    A step releases (sum of clipped gradients + sigma C z) / B with z standard normal, so that the averaged gradient carries
-    noise of standard deviation sigma C / B in each coordinate. Over T steps independent noise grows to sqrt(T) sigma C / B,
-    and a signal that keeps its direction, of length at most C a step, grows to T C. Their ratio is sigma sqrt(T) / (B T) =
-    sigma / (B sqrt(T)); C cancels. At a fixed number of examples B T it falls as B grows, since sigma grows more slowly than
-    sqrt(B), and flattens where nearly every unit joins every step.
+    A step releases (sum of clipped gradients + sigma C z) / B with z standard normal, so that the averaged gradient carries noise
+    of standard deviation sigma C / B in each coordinate. Over T steps independent noise grows to sqrt(T) sigma C / B, and a
+    signal of constant direction, of length at most C a step, grows to T C. Their ratio is sigma sqrt(T) / (B T) = sigma / (B
+    sqrt(T)); C cancels. At a fixed number of examples B T it falls as B grows, since sigma grows more slowly than sqrt(B), and
+    flattens where nearly every unit joins every step.
 
     References:
         Ponomareva et al. 2023, How to DP-fy ML, on the choice of the batch size; Li et al. 2021, Large Language Models Can
@@ -154,9 +154,9 @@ def noise_per_signal(noise_multiplier: float, schedule: Schedule) -> float:
 
 
 def _keeps(plan: Plan, schedule: Schedule, noise: float, group_size: int) -> bool:
-    """Whether the Plan's epsilon allows so little noise per unit of signal on another schedule; one evaluation."""
+    """Whether the Plan's epsilon allows this little noise per unit of signal on another schedule; one evaluation."""
     sigma = noise / noise_per_signal(1.0, schedule)
-    # PLD's interval: a tenth of the standard deviation of one step's privacy loss, about.
+    # The PLD interval is about a tenth of the standard deviation of one step's privacy loss.
     spread = schedule.sampling_rate * math.sqrt(math.expm1(min(sigma**-2, 50.0)))
     interval = min(max(spread / 10, accounting.FINE_INTERVAL), WIDEST)
     event = steps_event(sigma, schedule, group_size, 1)
@@ -169,7 +169,7 @@ def _canaries(config: RunConfig, plan: Plan) -> str | None:
     if slots <= MANY_CANARIES * size:
         return None
     return (
-        f"text canaries occupy {slots} of the N = {size} slots ({slots / size:.0%}), and their text stays in the weights; so "
-        "much of every batch is not your data, under the same noise. Type --audit.canaries null for a run to be published; "
+        f"text canaries occupy {slots} of the N = {size} slots ({slots / size:.0%}), and their text stays in the weights; that "
+        "share of every batch is not your data, under the same noise. For a run to be published, type --audit.canaries null; "
         "dpllm sweep RECIPE --twin trains it together with an audit twin that has them."
     )

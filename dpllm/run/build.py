@@ -1,7 +1,7 @@
-"""What a run is made of: the model and what trains, the mechanism that trains it, checked, and the units on which it trains.
+"""Builds the parts of a run: the model with its trainable parameters, the checked mechanism, and the training units.
 
-Comes in: a decision, a device, rows. Goes out: the parts of a ``Prepared`` value, from which the loop runs. What makes the
-mechanism sees no data: a schedule that followed the loss would be outside the guarantee.
+Comes in: a decision, a device, rows. Goes out: the parts of a ``Prepared`` value, from which the loop runs. The mechanism is
+built without data: a schedule that depended on the loss would be outside the guarantee.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from dpllm.text.layouts import Row
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """All that stands before the first gradient."""
+    """Everything that exists before the first gradient."""
 
     decision: Decision  # recipe, Plan, schedule and lineage
     run: RunDir
     units: tokens.Units  # what is sampled, canary slots last
     held_out: list[TokenSequence]
     examples: Examples  # the units and the evaluation rows, as the objective reads them
-    samples: Samples  # prompts of texts that are written during training
+    samples: Samples  # prompts of the texts generated during training
     tokenizer: Any
     model: Any  # in training mode, on its device
     optimizer: torch.optim.Optimizer
@@ -63,22 +63,22 @@ class Prepared:
     sampler: PoissonSampler
     reservation: Reservation
     checked: Checked  # what the self-check found
-    notes: list[str]  # what the card must name
-    dropout_off: dict[str, float] | None  # rates that were set to zero; None without privacy, where they hold
+    notes: list[str]  # notes that the card must show
+    dropout_off: dict[str, float] | None  # rates that were set to zero; None without privacy, where they stay
 
     @property
     def config(self) -> RunConfig:
-        """The recipe, with the format that was found."""
+        """The recipe, with the detected format."""
         return self.decision.config
 
     @property
     def plan(self) -> Plan | None:
-        """The promise; None without differential privacy."""
+        """The run's Plan; None without differential privacy."""
         return self.decision.plan
 
     @property
     def first_step(self) -> int:
-        """Steps taken before a resume."""
+        """Number of steps taken before a resume."""
         return self.decision.resumed.charged if self.decision.resumed else 0
 
     @property
@@ -89,7 +89,7 @@ class Prepared:
 
 
 def make_optimizer(train: TrainConfig, net: torch.nn.Module) -> torch.optim.Optimizer:
-    """The recipe's optimizer, over what trains."""
+    """The recipe's optimizer, over the trainable parameters."""
     trainable = [parameter for parameter in net.parameters() if parameter.requires_grad]
     rate, decay = train.learning_rate, train.weight_decay
     if train.optimizer == "sgd":
@@ -98,14 +98,14 @@ def make_optimizer(train: TrainConfig, net: torch.nn.Module) -> torch.optim.Opti
 
 
 def is_low(net: Any, precision: torch.dtype | None) -> bool:
-    """Whether anything is computed or held in less than float32; ``precision`` is that of autocast."""
+    """Whether anything is computed or stored in less than float32; ``precision`` is that of autocast."""
     if precision is not None or getattr(getattr(net, "config", None), "quantization_config", None) is not None:
         return True
     return any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
 
 
 def build_model(decision: Decision, device: torch.device, console: Console) -> tuple[Any, dict[str, float] | None]:
-    """The model with what trains, and the rates of dropout that were set to zero; says both."""
+    """The model with its trainable parameters, and the dropout rates that were set to zero; prints both."""
     config = decision.config
     net = loading.build(config, device, decision.weights)
     guards.check_model(net)
@@ -116,7 +116,7 @@ def build_model(decision: Decision, device: torch.device, console: Console) -> t
     if dropout_off:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in dropout_off.items())
         console.print(
-            "The base model's dropout is off, because its masks would make the contribution of one unit depend on the "
+            "The base model's dropout is off, because its masks would make one unit's contribution depend on the "
             f"others: {rates}"
         )
     auto = config.adapter.method == "lora" and config.adapter.target_modules == "auto"
@@ -136,10 +136,10 @@ def make_engine(
     packing: Packing,
     groups: int = 0,
 ) -> tuple[PoissonSampler, StepEngine, Autocast]:
-    """Sampler and engine, with keys that no rank but these knows, and the context of a forward pass; ``size`` is N.
+    """Sampler and engine, with fresh secret keys that all ranks share, and the context of a forward pass; ``size`` is N.
 
-    ``precision`` is that of autocast, the same on all ranks; None: float32. ``groups`` is the key of ``CyclicSchedule``, the same
-    as before where a run goes on.
+    ``precision`` is that of autocast, the same on all ranks; None: float32. ``groups`` is the key of ``CyclicSchedule``, which a
+    resumed run keeps.
     """
     privacy, schedule = decision.config.privacy, decision.schedule
     assert schedule is not None
@@ -171,7 +171,7 @@ def check_engine(
     precision: torch.dtype | None,
     console: Console,
 ) -> Checked:
-    """What the self-check says of the passes, which may change; without a Plan there is none."""
+    """Rehearses memory and runs the self-check, which may change the passes; without a Plan there is no self-check."""
     config, plan, device = decision.config, decision.plan, PartialState().device
     checked = Checked(0.0)
     memory.rehearse(engine, config, vocabulary, device)
@@ -186,22 +186,22 @@ def check_engine(
 def check_passes(
     engine: StepEngine, vocabulary: int, *, pad_id: int, low: bool = False, console: Console | None = None
 ) -> Checked:
-    """Checks the engine against brute-force autograd, and that no unit is rounded by its place or its company.
+    """Checks the engine against brute-force autograd, and that a unit's rounding depends on neither its position nor other units.
 
-    Where a kernel does round so, passes have another length; where that does not help, each example has a pass of its own.
+    If a kernel does round so, passes get another length; if that does not help, each example gets its own pass.
 
     Args:
-        engine: As it will train; its packing may change.
-        vocabulary: Tokens are drawn below this.
-        pad_id: As in training.
-        low: Something is computed or held in less than float32.
-        console: Where the outcome is said.
+        engine: The one that will train; its packing may change.
+        vocabulary: Synthetic tokens are drawn below this.
+        pad_id: The one of training.
+        low: Whether anything is computed or stored in less than float32.
+        console: Where the outcome is printed.
 
     Returns:
-        What the check found.
+        The outcome of the check.
 
     Raises:
-        Refused: The engine computes something else, in more than rounding; or ranks round differently.
+        Refused: The engine's results differ by more than rounding, or ranks round differently.
     """
     console, first = console or Console(quiet=True), engine.packing
     tries = [*filter(None, [first.half()]), replace(first, alone=True)]
@@ -211,8 +211,8 @@ def check_passes(
         try:
             checked = engine.self_check(vocabulary, low, pad_id)
         except NotBatchInvariant as refusal:
-            failed, reason = True, str(refusal).partition(", so that ")[0]
-        if not processes.totals(failed)[0]:  # all ranks try alike
+            failed, reason = True, str(refusal).partition(", so ")[0]
+        if not processes.totals(failed)[0]:  # all ranks make the same tries
             break
         engine.repack(tries.pop(0))
     if engine.packing != first and reason:
@@ -223,45 +223,45 @@ def check_passes(
 
 
 def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.device, packing: Packing) -> None:
-    """The self-check once more, on a small float32 model of the same architecture: low precision hides small errors.
+    """Repeats the self-check on a small float32 model of the same architecture, because low precision hides small errors.
 
-    How kernels round is asked of the model that trains, since those of another size and precision are others.
+    The rounding of kernels is checked only on the model that trains: another size or precision uses other kernels.
     """
     small = loading.shrunken(config, net, device)
-    noise = GaussianNoise(0, device)  # it draws none
+    noise = GaussianNoise(0, device)  # never used
     engine = StepEngine(small, make_optimizer(config.train, small), plan.schedule, plan, packing, noise=noise)
     engine.example_loss = config.objective.loss()
     with contextlib.closing(engine):
-        engine.self_check(loading.SHRUNKEN_VOCABULARY, company=False)
+        engine.self_check(loading.SHRUNKEN_VOCABULARY, batch_invariance=False)
 
 
 def draw_canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, device: torch.device) -> CanaryPlan:
-    """Those of the run that goes on, those that lie there for a run that has not begun, as shadow runs have, or new ones.
+    """A resumed run's canaries, those planned in the directory for a run that has not begun (a shadow run), or new ones.
 
-    Those of an earlier run in the same directory are never taken: what it published tells their coins.
+    Canaries of an earlier run in the same directory are never reused: what that run published reveals their coins.
     """
     settings = config.audit
     if resume:
         return canaries.load(run.canaries)
-    # Where labels alone are private, a canary tests the guarantee of a label: to leave one out is another neighbour.
+    # If only labels are private, a canary tests the guarantee of a label; leaving an example out is another relation.
     labels = None if config.privacy.enabled else config.data.label_epsilon
     as_planted: dict[str, Any] = {"answers": config.objective.rows_each, "label_epsilon": labels}
     if run.canaries.exists() and not run.config.exists():
         return canaries.check_fits(canaries.load(run.canaries), settings, run.canaries, **as_planted)
-    # Its base model, which some kinds load, is gone before the one that trains is built.
+    # Some kinds of canaries load the base model here; it is freed before the model that trains is built.
     source, gradient = ModelSource(config, tokenizer, device), settings.gradient_canaries
     return canaries.plan_canaries(settings.texts, source=source, gradient=gradient, **as_planted)
 
 
 def read_again(decision: Decision, cache: Path) -> Rows:
-    """The rows that rank 0 decided about, in another process; Refused where they changed meanwhile."""
+    """Reads in another process the rows that rank 0 decided about; Refused if they have changed."""
     settings = decision.config.data
     table = data.load_table(settings.train, settings, settings.train_split, cache)
     assert decision.subject is not None
     if table.digest != decision.subject.digest:
         raise Refused(
-            f"data.train ({settings.train}) changed while the run was starting, so the guarantee would be about other "
-            "people. Start again, and do not change the file meanwhile."
+            f"data.train ({settings.train}) changed while the run was starting, so the guarantee would be about other people. "
+            "Start again, and do not change the file while it starts."
         )
     return Rows(table, data.sampled_rows(table, settings), data.load_held_out(settings, cache))
 
@@ -269,11 +269,11 @@ def read_again(decision: Decision, cache: Path) -> Rows:
 def tokenised_units(
     decision: Decision, rows: Rows, tokenizer: Any, planted: CanaryPlan | None, run: RunDir
 ) -> tokens.Units:
-    """The tokenised units, with the slots of all canaries behind them."""
+    """The tokenised units, followed by the slots of all canaries."""
     settings, table = decision.config.data, rows.table
     units = tokens.make_units(table, rows.groups, tokenizer, settings, run.private / "cache")
     if planted is not None:
-        for candidate in (*planted.canaries, *planted.references):  # found by the audit, it would be paid for
+        for candidate in (*planted.canaries, *planted.references):  # an error in the audit would come too late
             for answer in candidate.answers:
                 encode_secret(answer, table.format, tokenizer, settings)
         slots: list[Unit | None] = []
@@ -290,7 +290,7 @@ def tokenised_units(
 
 
 def held_out_tokens(config: RunConfig, table: data.Table | None, tokenizer: Any) -> list[TokenSequence]:
-    """The evaluation rows as tokens; none where the recipe names no data."""
+    """The evaluation rows as tokens; empty if the recipe names none."""
     if table is None:
         return []
     units = tokens.iter_units(each_row(table.rows), table.format, tokenizer, config.data, name=table.name)
@@ -304,20 +304,20 @@ def vocabulary_of(
     units: Sequence[Unit | None],
     held_out: Sequence[TokenSequence],
 ) -> int:
-    """How many tokens both tokenizer and model know. Gemma 3's tokenizer has one more, for images, that no text holds."""
+    """The number of tokens that both tokenizer and model have. Gemma 3's tokenizer has one more, for images, never in text."""
     embedded, made = int(net.get_input_embeddings().weight.shape[0]), len(tokenizer)
     sequences = itertools.chain((sequence for unit in units if unit for sequence in unit.sequences), held_out)
     if made > embedded and any(max(sequence.input_ids) >= embedded for sequence in sequences):
         raise ConfigError(
             f"{config.model.name_or_path}: the tokenizer has {made} tokens but the model only {embedded} embeddings, and the "
-            "data contain tokens without one. Use the tokenizer that the model was trained with, or give the model more: "
+            "data contain tokens without one. Use the tokenizer that the model was trained with, or extend the model with "
             f"model.resize_token_embeddings({made}), save it, and name that directory."
         )
     return min(embedded, made)
 
 
 def groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resumed: ResumeState | None) -> int:
-    """The secret from which the groups of banded noise follow: drawn once for a run; 0 where there is one group."""
+    """The secret key of the groups of banded noise, drawn once for a run; 0 if there is only one group."""
     if plan is None or not plan.coefficients:
         return 0
     if resumed is None:
@@ -328,6 +328,6 @@ def groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resumed: Resum
         if saved.bands == plan.bands and saved.digest == resumed.groups:
             return saved.key
     raise Refused(
-        f"{run.groups}: not the groups that the run began with, so a unit could take part twice in one round, which no "
-        "accountant covers. Restore the file, or start anew with --overwrite."
+        f"{run.groups}: does not hold the groups that the run began with, so a unit could take part twice in one cycle, which "
+        "the accounting does not cover. Restore the file, or start anew with --overwrite."
     )

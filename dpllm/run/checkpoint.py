@@ -1,8 +1,8 @@
-"""Checkpoints, and where a stopped run goes on: what the ledger charged, what the checkpoint holds, whether it is the same run.
+"""Checkpoints, and where a stopped run resumes: what the ledger charged, what the checkpoint holds, whether it is the same run.
 
 Comes in: model, optimizer and step; or recipe, run directory and ledger. Goes out: private/resume, which is secret, and the
 weights of export/; a ``ResumeState``, or a refusal. A checkpoint holds no seed and no generator state: a resumed run draws fresh
-noise and fresh samples. Steps that were charged and whose update no checkpoint has stay charged, and are not repeated.
+noise and fresh samples. Charged steps whose update is in no checkpoint stay charged and are not repeated.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ MAY_CHANGE = {"card", "telemetry", *(f"train.{key}" for key in TRAIN_MAY_CHANGE)
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint says of its run; private, as the checkpoint is."""
+    """What a checkpoint records about its run; private, as the checkpoint is."""
 
-    step: int  # executed so far, as the ledger counts them; the learning rate follows from it alone
-    entry: str | None = None  # the ledger's reservation, which a resumed run goes on with
-    head: dict[str, Any] | None = None  # the ledger's by now, which the ledger of a resumed run must contain
-    units: str = ""  # digest of all tokens and of which unit they are
+    step: int  # steps so far, as the ledger counts them; the learning rate depends on it alone
+    entry: str | None = None  # id of the ledger's reservation, which a resumed run continues
+    head: dict[str, Any] | None = None  # head of the ledger so far, which the ledger of a resumed run must contain
+    units: str = ""  # digest of all tokens and the units that they belong to
     groups: str | None = None  # digest of the groups of banded noise
-    lost: int = 0  # of its steps, how many were charged to earlier attempts and are in no weights
+    lost: int = 0  # how many of its steps were charged to earlier attempts and are in no weights
 
 
 def export(model: Any, tokenizer: Any, run: RunDir) -> None:
-    """Writes what may be published, and nothing else, into export/: of a PeftModel the adapter, else all weights."""
+    """Writes what may be published, and nothing else, into export/: the adapter of a PeftModel, else all weights."""
     from peft import PeftModel
 
     for leftover in run.root.glob(".export.*"):  # of a process that was killed while it wrote
@@ -71,17 +71,17 @@ def export(model: Any, tokenizer: Any, run: RunDir) -> None:
 
 
 def weight_hashes(directory: Path) -> dict[str, str]:
-    """SHA-256 of each safetensors file and of the settings that say how it is applied, by name; empty without weights."""
+    """SHA-256 of each safetensors file and of the settings for applying it, by file name; empty without weights."""
     if not any(directory.glob("*.safetensors")):
         return {}
     return {name: sha256(directory / name) for name in of_model(path.name for path in directory.iterdir())}
 
 
 def save_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Writes a checkpoint (step 40 into private/resume/step-00000040) atomically, and keeps the intact one before it.
+    """Writes a checkpoint atomically (step 40 into private/resume/step-00000040), and keeps the intact one before it.
 
-    A temporary directory, every file and the directory flushed to the disk, one rename, the parent flushed: whoever is
-    killed leaves the former checkpoints as they were.
+    Writes a temporary directory, flushes every file and the directory to disk, renames once and flushes the parent: a process
+    killed at any time leaves the earlier checkpoints as they were.
     """
     import torch
     from safetensors.torch import save_file
@@ -99,7 +99,7 @@ def save_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer,
         run.resume.mkdir()
         _flush(run.private)
     place = run.resume / f"step-{state.step:08d}"
-    if place.exists():  # no step was executed since, or it was found damaged
+    if place.exists():  # no step was taken since, or it was damaged
         os.replace(place, run.private / f".resume.{os.getpid()}.old")
     os.replace(temporary, place)
     _flush(run.resume)
@@ -112,8 +112,8 @@ def save_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer,
 def newest(run: RunDir) -> tuple[Path, State]:
     """The newest intact checkpoint, without loading it.
 
-    A digest over state.json, which holds the digests of the other files, finds truncation and every changed byte. It has
-    no key: it does not stop someone who edits a checkpoint and computes it again. What was spent is the ledger's to say.
+    A digest over state.json, which holds the digests of the other files, detects truncation and every changed byte. It has no
+    key, so it does not stop someone who edits a checkpoint and recomputes it. Only the ledger says what was spent.
 
     Raises:
         ConfigError: There is no checkpoint.
@@ -133,7 +133,7 @@ def load_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer)
 
     Raises:
         ConfigError: There is no checkpoint.
-        Refused: All are truncated or edited, or it is of another model.
+        Refused: All are truncated or edited, or the checkpoint is of another model.
     """
     import torch
     from safetensors.torch import load_file
@@ -152,7 +152,7 @@ def load_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def _text(state: State, files: dict[str, str]) -> bytes:
-    """state.json: the state, the digests of the files beside it, and one over all of it."""
+    """The content of state.json: the state, the digests of the other files, and a digest over both."""
     value = {**asdict(state), "schema_version": SCHEMA_VERSION, "files": files}
     digest = hashlib.sha256(_dump(value)).hexdigest()
     return _dump({**value, "digest": digest})
@@ -163,19 +163,19 @@ def _dump(value: dict[str, Any]) -> bytes:
 
 
 def _intact(place: Path) -> State | None:
-    """What state.json says; None if a byte of it or of the files beside it is not what was written."""
+    """The state in state.json; None if a byte of it or of the other files changed."""
     try:
         text = (place / STATE).read_bytes()
         value = dict(json.loads(text))
         files = {name: sha256(place / name) for name in (WEIGHTS, MOMENTS)}
         state = State(**{key: value[key] for key in value.keys() - {"schema_version", "files", "digest"}})
-        return state if text == _text(state, files) else None  # so that not even a space may change
+        return state if text == _text(state, files) else None  # compares the text, so that not even a space may change
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
 def _flush(path: Path) -> None:
-    """Waits until a file, or the names in a directory, are on the disk."""
+    """Waits until a file, or a directory's entries, are on disk."""
     number = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(number)
@@ -184,30 +184,30 @@ def _flush(path: Path) -> None:
 
 
 def kept(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What a checkpoint holds of a model: what trains, and the factors of adapters that do not (adapter.lora_a)."""
+    """The parameters in a checkpoint: all that train, and adapter factors that do not (adapter.lora_a)."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name}
 
 
 @dataclass(frozen=True)
 class ResumeState:
-    """A stopped run."""
+    """Where a stopped run resumes."""
 
     plan: Plan | None  # None without differential privacy
-    entry: str | None  # its reservation
-    charged: int  # steps that may have been released, by the ledger
-    lost: int  # of these, how many are in no weights
-    noted: tuple[str, ...]  # by earlier resumes, for run.json
-    notes: tuple[str, ...]  # by this one: a damaged checkpoint, and the steps lost since the one that is used
+    entry: str | None  # id of its reservation
+    charged: int  # steps that may have been released, according to the ledger
+    lost: int  # how many of these are in no weights
+    noted: tuple[str, ...]  # notes of earlier resumes, for run.json
+    notes: tuple[str, ...]  # notes of this resume: a damaged checkpoint, and the steps lost since the one used
     units: str  # digest of the units on which the checkpoint was trained
     groups: str | None  # digest of the groups of banded noise
 
 
 def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, policy: DatasetPolicy) -> ResumeState:
-    """Reads checkpoint and ledger, and refuses where one cannot belong to the other.
+    """Reads checkpoint and ledger, and refuses if they cannot belong together.
 
     Raises:
         ConfigError: There is no checkpoint, or the ledger has no such reservation.
-        Refused: No checkpoint is intact; the ledger was cut or replaced since; or the data are others than reserved for.
+        Refused: No checkpoint is intact; the ledger was truncated or replaced since; or the run reserved for other data.
     """
     place, saved = newest(run)
     record = read_run(run)
@@ -243,7 +243,7 @@ def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, pol
 
 
 def _check_reservation(run: RunDir, ledger_run: Run, ledger: Ledger, policy: DatasetPolicy) -> None:
-    """Refuses a reservation that was closed, or is for other data."""
+    """Refuses a reservation that was closed or is for other data."""
     account, dataset = ledger_run.reservation.dataset, policy.dataset
     if ledger_run.state == "reconciled":
         raise Refused(
@@ -264,7 +264,7 @@ def _check_reservation(run: RunDir, ledger_run: Run, ledger: Ledger, policy: Dat
 
 
 def check_promise(plan: Plan, before: Plan) -> None:
-    """Refuses, with Refused, a recipe that promises something else than plan.json does."""
+    """Raises Refused if the recipe's promise is not that of plan.json."""
     names = [name for name in Plan.model_fields if name not in LATER]
     if changed := sorted(name for name in names if getattr(plan, name) != getattr(before, name)):
         raise Refused(
@@ -274,23 +274,23 @@ def check_promise(plan: Plan, before: Plan) -> None:
 
 
 def same_recipe(config: RunConfig, run: RunDir) -> None:
-    """Refuses, with Refused, another recipe: other data would escape their budget, a seed its confession."""
+    """Raises Refused if the recipe changed: other data would escape their budget, and a new seed the card."""
     saved = open_run(run, goes_on=True).config
     before, now = flat(saved.model_dump(mode="json")), flat(config.model_dump(mode="json"))
-    # The saved recipe names the format that was found.
+    # The saved recipe names the format that was detected.
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     by_data = {"data.format": "auto", "data.label_epsilon": None}
     changed = [key for key in changed if key not in by_data or now[key] != by_data[key]]
     changed = [key for key in changed if not {key, key.partition(".")[0]} & MAY_CHANGE]
     if changed:
         raise Refused(
-            f"{run.root}: {', '.join(changed)} differs from the run to resume, and its reservation and record are about that "
-            f"run only. Resume with {run.config}."
+            f"{run.root}: {', '.join(changed)} differs from the run to resume, whose reservation and record are about its own "
+            f"recipe only. Resume with {run.config}."
         )
 
 
 def same_lineage(base: Base | None, config: RunConfig, run: RunDir) -> None:
-    """Refuses, with Refused, a base or adapter whose files or statement are not what the run started from, or cannot be read."""
+    """Raises Refused if files or statement of the base or adapter are unreadable, or not those that the run started from."""
     stated = read_run(run).lineage
     if (stated.models if stated else ()) != (base.models if base else ()):
         gone = " (none is found now: it was removed, or the Hub cannot be reached)" if base is None else ""
@@ -302,7 +302,7 @@ def same_lineage(base: Base | None, config: RunConfig, run: RunDir) -> None:
 
 
 def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dictionary as one of dotted keys; groups and columns, which are values, stay whole."""
+    """Flattens a nested dictionary to dotted keys; groups and columns, which are values, stay nested."""
     keys: dict[str, Any] = {}
     for key, value in section.items():
         if isinstance(value, dict) and key not in {"groups", "columns"}:

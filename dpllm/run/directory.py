@@ -1,7 +1,7 @@
-"""A run directory: where each value of a run is written, and whether its files are still those that the run wrote.
+"""A run directory: where each value of a run is written, and whether its files are still as the run wrote them.
 
-Comes in: a path. Goes out: paths, the manifest of a run's files, and a ``Run`` whose files ``open_run`` has compared with it.
-``export/`` is the only part that may ever be uploaded; ``private/`` is readable by its owner alone.
+Comes in: a path. Goes out: paths, the manifest of a run's files, and a ``Run`` whose files ``open_run`` has compared with the
+manifest. Only ``export/`` may ever be uploaded; only the owner can read ``private/``.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class RunDir(RunPaths):
     """One run directory."""
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keeps other processes from training here, whose files would then speak of two runs; a ConfigError where one does."""
+        """Keeps other processes from training here, which would mix the files of two runs; a ConfigError if one already does."""
         return alone(self.root, self.root / ".lock", "--output_dir")
 
     def make(self) -> None:
-        """Creates the directories; private/ for its owner alone."""
+        """Creates the directories; only the owner can read private/."""
         self.export.mkdir(parents=True, exist_ok=True)
         self.private.mkdir(parents=True, exist_ok=True)
         self.private.chmod(0o700)
 
     def clear(self, keep: Path | None = None) -> None:
-        """Removes what a run writes and nothing else: the ledger, say, may lie in the same directory.
+        """Removes what a run writes and nothing else: the same directory may hold the ledger, for example.
 
-        The canaries go first: where no config.yaml stands beside them, they count as planned for a run that is to come.
-        ``keep`` is a directory in private/ that the run that is to come reads already.
+        The canaries go first: without a config.yaml they would count as planned for the next run. ``keep`` is a directory in
+        private/ that the next run already reads.
         """
         for path in (self.canaries, self.config, self.plan, self.run, self.registry):
             path.unlink(missing_ok=True)
@@ -54,7 +54,7 @@ class RunDir(RunPaths):
             _remove(directory, keep)
 
     def outside(self, output: Path) -> None:
-        """Refuses, with a ConfigError, a place in export/ or private/ for what is made of a run."""
+        """Refuses, with a ConfigError, an output in export/ or private/."""
         if self.replaces(output):
             raise ConfigError(
                 f"--output {output}: lies in a part of the run directory that is reserved for the run. Type another directory."
@@ -65,7 +65,7 @@ class RunDir(RunPaths):
 
         Raises:
             ConfigError: The directory holds no run.
-            Refused: The recipe was edited since, and would decide what is published of a run that had another.
+            Refused: The recipe was edited since, so what is published of the run would follow another recipe.
         """
         if not self.config.exists():
             raise ConfigError(f"{self.root}: holds no run (no config.yaml). Type the output_dir of a run.")
@@ -80,7 +80,7 @@ class RunDir(RunPaths):
 
 @dataclass(frozen=True)
 class Run:
-    """A run that ended, or was stopped."""
+    """A run that ended or was stopped."""
 
     directory: RunDir
     record: RunRecord
@@ -93,13 +93,13 @@ class Run:
 
     @cached_property
     def canaries(self) -> CanaryPlan | None:
-        """What was planted and what was not, with every coin; None where nothing was planned, or private/ is not here."""
+        """The planted and unplanted canaries with every coin; None if none were planned, or without private/."""
         path = self.directory.canaries
         return canaries.load(path) if path.exists() else None
 
     @property
     def audit(self) -> AuditRecord | None:
-        """What its card shows, or in private/ of a run without differential privacy; None without an audit."""
+        """The audit that the card shows, or that is in private/ if the run has no differential privacy; None without an audit."""
         path = self.directory.audit_dir(self.config.privacy.enabled) / "audit.json"
         return read_audit(path) if path.exists() else None
 
@@ -110,12 +110,12 @@ class Run:
 
     @property
     def epsilon(self) -> float | None:
-        """What the run guarantees at ``delta``; None where it guarantees nothing."""
+        """Epsilon of the guarantee at ``delta``; None if the run guarantees nothing."""
         return self.plan.epsilon if self.plan and self.record.guarantee.holds else None
 
     @property
     def delta(self) -> float | None:
-        """Of the guarantee."""
+        """Delta of the guarantee; None if the run guarantees nothing."""
         return self.plan.delta if self.plan and self.record.guarantee.holds else None
 
     @property
@@ -142,15 +142,15 @@ class Run:
 
 
 def manifest_of(run: RunDir, config: RunConfig, *, ended: bool) -> dict[str, str]:
-    """What run.json keeps of the files that a run wrote: path in the run directory -> digest.
+    """The manifest in run.json of the files that a run wrote: path in the run directory -> digest.
 
-    Of config.yaml the digest is that of what trained, since the card's words may change; of plan.json that of its content. Files
-    of private/ have a keyed one: a plain one would let anybody who guesses the private rows confirm the guess.
+    The digest of config.yaml covers only what trained, since the card's words may change; that of plan.json covers its content.
+    Files of private/ have a keyed digest: with a plain one, anybody who guesses the private rows could confirm the guess.
 
     Args:
         run: Its directory.
         config: Its recipe.
-        ended: Whether all files are written; else those that stand before the first step.
+        ended: Whether to list all files, or only those that exist before the first step.
     """
     if not run.key.exists():
         write_whole(run.key, secrets.token_hex(32), mode=0o600)
@@ -173,15 +173,15 @@ def _digest(run: RunDir, path: Path, config: RunConfig) -> str:
 
 
 def open_run(run: RunDir, *, goes_on: bool = False, released: bool = False) -> Run:
-    """A run of which every file that is there is the one that the run wrote: what follows from it needs no other check.
+    """A run whose existing files are all as the run wrote them: nothing derived from it needs another check.
 
-    Files may be missing, as of a copy without private/. The ledger, where this machine has it, knows the manifest too. Of a run
-    that ``goes_on``, only what stood before its first step is compared: the rest was being written when it stopped. For what is
-    made of ``released`` files alone nothing in private/ is read.
+    Files may be missing, such as private/ in a copy. The manifest is compared with the ledger's if this machine has the ledger.
+    With ``goes_on``, only files from before the first step are compared: the rest was being written when the run stopped. With
+    ``released``, nothing in private/ is read.
 
     Raises:
-        ConfigError: The directory holds no run, or another file than the recipe was changed, or added to the weights.
-        Refused: The recipe was changed; or files and manifest were, as the ledger shows.
+        ConfigError: The directory holds no run, a file other than the recipe was changed, or one was added to the weights.
+        Refused: The recipe was changed; or the ledger shows that files and manifest were.
     """
     config, record = run.load_config(), read_run(run)
     written = {run.root / name: digest for name, digest in record.manifest.items()}
@@ -190,7 +190,7 @@ def open_run(run: RunDir, *, goes_on: bool = False, released: bool = False) -> R
         written = {path: digest for path, digest in written.items() if path in (run.plan, run.canaries)}
     elif released:
         written = {path: digest for path, digest in written.items() if not path.is_relative_to(run.private)}
-    # Without artifacts it was stopped before it exported, whatever an earlier attempt left there.
+    # Without artifacts the run stopped before it exported; files there are from an earlier attempt.
     if record.artifacts and not goes_on:
         listed = [path.relative_to(run.export).as_posix() for path in run.export.rglob("*")]
         added += [run.export / name for name in of_model(listed)]
@@ -199,7 +199,7 @@ def open_run(run: RunDir, *, goes_on: bool = False, released: bool = False) -> R
     if changed:
         first = ", ".join(sorted(path.relative_to(run.root).as_posix() for path in changed)[:3])
         raise ConfigError(
-            f"{run.root}: {first} {'is' if len(changed) == 1 else 'are'} not what the run wrote, so whatever is said of the "
+            f"{run.root}: {first} {'is' if len(changed) == 1 else 'are'} not what the run wrote, so every statement about the "
             "run would be about other files. Restore them, or train again."
         )
     if not goes_on:
@@ -208,7 +208,7 @@ def open_run(run: RunDir, *, goes_on: bool = False, released: bool = False) -> R
 
 
 def _ask_ledger(run: RunDir, config: RunConfig, record: RunRecord) -> None:
-    """Refuses a manifest that is not the one with which the run's reservation was closed."""
+    """Raises Refused if the run's reservation was closed with another manifest."""
     if record.ledger is None or not record.artifacts:
         return
     closed = None
@@ -219,7 +219,7 @@ def _ask_ledger(run: RunDir, config: RunConfig, record: RunRecord) -> None:
         closed = ledger.closed_with(str(record.ledger.entry)) if ledger else None
     if closed not in (None, digest(record.manifest)):
         raise Refused(
-            f"{run.run}: its manifest is not the one that the ledger was told when the run ended, so files of the run and the "
+            f"{run.run}: its manifest is not the one that the ledger recorded when the run ended, so files of the run and the "
             "manifest were changed together. Restore them, or train again.",
             reason="tampered",
         )
@@ -237,17 +237,17 @@ def _remove(directory: Path, keep: Path | None) -> None:
 
 
 def no_checkpoint(run: RunDir) -> ConfigError:
-    """There is nothing to resume."""
+    """The error of a run without a checkpoint."""
     return ConfigError(
-        f"{run.root}: holds no checkpoint to resume from, and what the run reserved stays charged, up to the steps that dpllm "
+        f"{run.root}: holds no checkpoint to resume from; what the run reserved stays charged, except for steps that dpllm "
         "ledger reconcile gives back. Start anew with --overwrite, which reserves once more."
     )
 
 
 def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: bool) -> None:
-    """Refuses, with a ConfigError, to lose a run, or the ledger; checkpoints that a complete run left behind go on resume."""
+    """Refuses, with a ConfigError, to overwrite a run or the ledger; resuming a complete run removes its leftover checkpoints."""
     status = read_status(run)
-    # What a run that was refused left behind may go, and canaries that lie there for this one.
+    # What a refused run left behind may be removed, and so may canaries planned for this run.
     expected = {run.private / "cache", run.export / "cache"} | ({run.canaries} if config.audit.plants else set())
     parts = {part for folder in (run.export, run.private) if folder.is_dir() for part in folder.iterdir()}
     if config.privacy.ledger and run.replaces(config.privacy.ledger):
@@ -257,15 +257,15 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
         )
     if resume:
         if status == "completed":
-            # Of a process that was killed after run.json and before it had removed them.
+            # The process was killed after it wrote run.json and before it removed them.
             shutil.rmtree(run.resume, ignore_errors=True)
             raise ConfigError(f"{run.root}: the run is complete, so there is nothing to resume.")
         if not run.checkpoints():
             raise no_checkpoint(run)
     elif not overwrite and (run.config.exists() or status not in (None, "refused")):
         raise ConfigError(
-            f"{run.root}: already holds a run, which would be lost. Type --resume to go on with it, --overwrite to replace it, "
-            "or another --output_dir."
+            f"{run.root}: already holds a run, which would be lost. Type --resume to continue it, --overwrite to replace it, or "
+            "another --output_dir."
         )
     elif not overwrite and status is None and parts - expected:
         raise ConfigError(

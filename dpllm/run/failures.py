@@ -1,11 +1,11 @@
-"""One end for all processes of a run: where one fails, all end, and rank 0 says why, once.
+"""Makes all processes of a run end together: if one fails, all end, and rank 0 says why, once.
 
-Comes in: the process group. Goes out: a message on rank 0's standard error and the same exit code everywhere. A rank that
-fails writes why into the group's store; a thread in every rank looks there, so that also those end that wait in a collective
-operation which will never come to its end. Must not know what is trained, and must not read the run directory.
+Comes in: the process group. Goes out: a message on rank 0's standard error and the same exit code everywhere. A rank that fails
+writes the reason into the group's store; a thread in every rank polls it, so that ranks waiting in a collective operation that
+will never end also stop. Must not know what is trained, and must not read the run directory.
 
-torchrun's error files name the first failure too, but only on its own machine; it ends the others by SIGTERM, which here asks
-for an orderly stop. The group's time-out ends no rank that hangs outside a collective operation.
+torchrun's error files also name the first failure, but only on its own machine; it ends the others by SIGTERM, which here
+requests an orderly stop. The group's time-out does not end a rank that hangs outside a collective operation.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from dpllm.errors import DpllmError, EndedElsewhere
 from dpllm.model import processes
 
-CHARGED = "Steps taken so far stay charged. If there is a checkpoint, go on with --resume, on any number of processes."
-LOOK_EVERY = 0.25  # seconds, as all of these
-TO_SAY, TO_LEAVE = 10.0, 5.0  # rank 0 has to say why, and waits for the others before it takes the store away
-TO_END = 10.0  # rank 0 has to write down how the run ended, once another rank has failed
+CHARGED = "Steps taken so far stay charged. With a checkpoint, continue with --resume, on any number of processes."
+LOOK_EVERY = 0.25  # seconds, as all of these times are
+TO_SAY, TO_LEAVE = 10.0, 5.0  # for rank 0 to print the reason, and to wait for the others before the store ends with it
+TO_END = 10.0  # for rank 0 to record how the run ended, after another rank failed
 BROKEN = re.compile(r"gloo|nccl|process group|connection (closed|reset|refused)|peer|broken pipe|socket", re.IGNORECASE)
 Cause = dict[str, Any]
-_runs = 0  # of this process, so that a second run reads no message of the first
+_runs = 0  # runs of this process so far, so that the second does not read a message of the first
 
 
 class StepDeadline:
-    """What the loop tells: that it goes on. ``writing`` is held while rank 0 writes files, which nothing cuts off."""
+    """A time limit for each step. ``writing`` is held while rank 0 writes files, which must not be interrupted."""
 
     def __init__(self, seconds: float) -> None:
-        """A step that has not ended after ``seconds`` ends the run; no step has begun."""
+        """A step that takes more than ``seconds`` ends the run; no step has begun yet."""
         self.seconds, self.writing = seconds, threading.RLock()
         self._doing, self._until = "", float("inf")
 
@@ -49,21 +49,21 @@ class StepDeadline:
         self._doing, self._until = f"step {step}", time.monotonic() + self.seconds
 
     def rest(self) -> None:
-        """What comes now may take as long as it wants: evaluation, a checkpoint."""
+        """Suspends the limit: evaluation and checkpoints may take any time."""
         self._until = float("inf")
 
     def overdue(self, grace: float = 0.0) -> str | None:
-        """What has not ended in time, nor ``grace`` seconds later."""
+        """The step that is late by more than ``grace`` seconds, or None."""
         return self._doing if time.monotonic() > self._until + grace else None
 
 
 @contextlib.contextmanager
 def fail_together(seconds: float) -> Iterator[StepDeadline]:
-    """Inside, the failure of one rank is that of all; a step may take ``seconds``. A run of one process has no deadline.
+    """Within the block, all ranks fail if one does; a step may take ``seconds``. A run of one process has no deadline.
 
     Raises:
         EndedElsewhere: Another rank failed, and rank 0 has said why.
-        DpllmError: A rank ended without a word (killed), said on rank 0.
+        DpllmError: A rank was killed without a message; raised on rank 0.
     """
     deadline = StepDeadline(seconds)
     if not processes.several():
@@ -87,7 +87,7 @@ def fail_together(seconds: float) -> Iterator[StepDeadline]:
 
 
 class _Failures:
-    """The first failure of a run, in the group's store: its rank, its exit code, its message."""
+    """The first failure of a run, in the group's store: rank, exit code and message."""
 
     def __init__(self, deadline: StepDeadline) -> None:
         global _runs
@@ -97,11 +97,11 @@ class _Failures:
         self._rank, self._deadline, self.over = distributed.get_rank(), deadline, threading.Event()
 
     def end(self, error: BaseException) -> BaseException:
-        """What the main thread ends with: its own failure, or the consequence of another's, which rank 0 says."""
+        """The exception for the main thread to end with: its own, or ``EndedElsewhere`` if another rank failed first."""
         broken = isinstance(error, RuntimeError) and (
             isinstance(error, distributed.DistError) or BROKEN.search(str(error))
         )
-        # What every rank refuses rank 0 says by itself, if it is given the time.
+        # If every rank refuses, rank 0 reports it itself; the others give it time.
         cause = self._cause(TO_END if broken else float(self._rank > 0))
         failure = error
         if cause is None:
@@ -111,45 +111,45 @@ class _Failures:
                     f"this one ends too ({type(error).__name__}). {CHARGED}"
                 )
             elif self._rank and not isinstance(error, DpllmError):
-                traceback.print_exception(error)  # on its own machine; another's message names only its kind
+                traceback.print_exception(error)  # on its own machine: rank 0 prints only the type
             words = str(failure) if isinstance(failure, DpllmError) else f"{type(failure).__name__}; see its output"
             cause = self._post(words, getattr(failure, "exit_code", 1), self._rank)
         if self._rank == 0 == cause["rank"]:
             self._set("said")
             return failure
-        if not self._wait(TO_SAY, "said"):  # rank 0 is gone, or cannot be reached
+        if not self._wait(TO_SAY, "said"):  # rank 0 has ended or cannot be reached
             self._say(cause)
         return EndedElsewhere(cause["code"])
 
     def watch(self) -> None:
-        """A thread: ends this process when another has failed, or a step takes too long."""
+        """Runs in a thread; ends this process when another has failed or a step takes too long."""
         while not self.over.wait(LOOK_EVERY):
             if overdue := self._deadline.overdue():
                 self._post(
-                    f"{overdue} did not end within {self._deadline.seconds:g} s: a process hangs, or the network between them "
-                    f"failed. {CHARGED} If a step takes that long, raise train.process_timeout."
+                    f"{overdue} did not end within {self._deadline.seconds:g} s: a process hangs, or the network between "
+                    f"processes failed. {CHARGED} If a step takes that long, raise train.process_timeout."
                 )
             if (cause := self._cause()) is None:
                 continue
             if self._rank:
                 self._wait(TO_SAY, "said")
-            elif cause["rank"] != 0:  # its own failure the main thread says
+            elif cause["rank"] != 0:  # the main thread reports rank 0's own failure
                 self._say(cause)
-            if not self.over.wait(2 * LOOK_EVERY if self._rank else TO_END):  # in an operation that will never end
+            if not self.over.wait(2 * LOOK_EVERY if self._rank else TO_END):  # the main thread waits for ever
                 with self._deadline.writing:
                     if self._rank:
                         self.leave()
                     os._exit(cause["code"])
 
     def end_alone(self) -> None:
-        """A second thread: the first waits for ever where the store does not answer (its machine lost, its process stopped)."""
+        """Runs in a second thread: the first waits for ever if the store does not answer (machine lost, process stopped)."""
         while not self.over.wait(LOOK_EVERY):
             if overdue := self._deadline.overdue(TO_SAY + 2 * TO_END):
                 _print(f"{overdue} did not end, and the first process does not answer. {CHARGED}", self._rank)
                 os._exit(1)
 
     def leave(self) -> None:
-        """Says goodbye; rank 0, in whose process the store may live, goes last."""
+        """Signs off; rank 0, whose process may host the store, ends last."""
         if self._rank:
             self._set(f"left {self._rank}")
         else:
@@ -160,13 +160,13 @@ class _Failures:
         self._set("said")
 
     def _set(self, key: str) -> None:
-        with contextlib.suppress(RuntimeError):  # nobody can be told
+        with contextlib.suppress(RuntimeError):  # the store is gone
             self._store.set(key, "1")
 
     def _post(self, message: str, code: int = 1, rank: int | None = None) -> Cause:
-        """Writes why, unless another was first; the cause that stands."""
+        """Records a cause unless there is one already; returns the recorded one."""
         cause: Cause = {"rank": rank, "code": code, "message": message}
-        with contextlib.suppress(RuntimeError):  # nobody can be told
+        with contextlib.suppress(RuntimeError):  # the store is gone
             cause = json.loads(self._store.compare_set("cause", "", json.dumps(cause)))
         return cause
 
@@ -175,7 +175,7 @@ class _Failures:
         return json.loads(word) if word else None
 
     def _wait(self, seconds: float, *keys: str) -> str | None:
-        """The word under the last key, once all are there; None if they do not come. A store that is gone has none."""
+        """The value of the last key once all keys are set; None if that takes too long or the store is gone."""
         until = time.monotonic() + seconds
         with contextlib.suppress(RuntimeError):
             while not self._store.check(list(keys)):

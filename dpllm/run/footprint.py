@@ -1,11 +1,11 @@
-"""What a run needs: trainable parameters and memory, from the base model's configuration alone.
+"""Estimates what a run needs (trainable parameters and memory) from the base model's configuration alone.
 
 Comes in: the recipe and its schedule. Goes out: a ``Footprint``. The model is built on torch's meta device, where tensors have
-shapes and no content: no weights are read. Must not see data.
+shapes but no content: no weights are read. Must not see data.
 
-How far off, against steps that really ran (a builtin model of 0.8 million parameters and a Llama of 6 blocks and width 512,
-LoRA and frozen layers, float32, one thread of a shared CPU that also did much other work, 2026-11-22): 0.93 to 1.23 times what
-was measured. On a GPU it was not compared. Command, which prints the ratios:
+Accuracy: 0.93 to 1.23 times the measured peak of real steps (a builtin model of 0.8 million parameters and a Llama of 6 blocks
+and width 512, LoRA and frozen layers, float32, one thread of a busy shared CPU, 2026-11-22). It was not compared on a GPU. This
+command prints the ratios:
 
     pytest --full -s -n 0 tests/run/test_footprint.py -k real_step
 """
@@ -37,54 +37,54 @@ from dpllm.run.subject import Refusals
 from dpllm.text.sources import asking_hub
 
 UNCOUNTED = "this architecture's shapes depend on values, so memory cannot be estimated without weights"
-GPU_MEMORY = dict.fromkeys(("a100", "h100"), int(80e9))  # bytes, of the larger modules
+GPU_MEMORY = dict.fromkeys(("a100", "h100"), int(80e9))  # bytes, of the larger variants
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at the peak of a step, by what holds them. An estimate: allocators and kernels add their own.
+    """Bytes at the peak of a step, by use. An estimate: allocators and kernels need more.
 
-    d coordinates train.
+    d is the number of trainable coordinates.
     """
 
-    weights: int  # of the frozen base, in its own precision; 4 or 8 bits a weight of a quantised linear layer
+    weights: int  # of the frozen base, in its precision; 4 or 8 bits for each weight of a quantised linear layer
     trainable: int  # 4 d, in float32
     optimizer: int  # 8 d for AdamW (two moments in float32), 0 for SGD, 4 d with momentum
-    sums: int  # 12 d: the clipped sum in float64, and what is released of it in float32
-    # Of the units of a pass: gradients that are held until the norms are known, and the factors of those that are formed twice.
+    sums: int  # 12 d: the clipped sum in float64, and its released form in float32
+    # For the units of a pass: gradients held until their norms are known, and the factors of those that are formed twice.
     unit_gradients: int
-    activations: int  # what the forward pass keeps for the backward pass
-    # What both add at their peak: a chunk of logits where the head is frozen, R T V logits and their gradients where it is
-    # not; with checkpointing, a block computed again, if that is more.
+    activations: int  # saved by the forward pass for the backward pass
+    # The peak above that: a chunk of logits with a frozen head, else R T V logits and their gradients; with checkpointing, a
+    # recomputed block if that is more.
     logits: int
-    noise: int = 0  # 8 d (b - 1) with banded noise of b bands, on the first process alone: earlier noise in float64
+    noise: int = 0  # 8 d (b - 1) with banded noise of b bands, on the first process only: earlier noise in float64
 
     @property
     def total(self) -> int:
-        """All of them, as if all were held at once."""
+        """The sum, as if everything were held at once."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a run needs."""
+    """Parameters and memory of a run."""
 
-    kinds: tuple[tuple[str, int, int], ...]  # (kind of layer, tensors, parameters) of what trains
+    kinds: tuple[tuple[str, int, int], ...]  # (kind of layer, tensors, parameters), trainable ones only
     trainable: int  # d, the number of coordinates that receive noise
     total: int  # parameters of the whole model
-    memory: Memory | None  # at the peak of a step of one process; None where the model cannot be run on shapes alone
-    packing: Packing  # of the passes that memory is counted for
+    memory: Memory | None  # at the peak of a step of one process; None if the model cannot run on shapes alone
+    packing: Packing  # the passes for which memory is counted
     basis: str  # in words
-    refusals: tuple[DpllmError, ...]  # what the model itself would refuse
+    refusals: tuple[DpllmError, ...]  # errors that the model would raise
 
 
 def footprint(config: RunConfig, bands: int = 1, gpu: str | None = None) -> Footprint:
-    """Builds the model from its configuration and counts, for noise of so many bands.
+    """Builds the model from its configuration and counts parameters and memory, with noise of ``bands`` bands.
 
-    ``gpu`` is a name in ``GPU_MEMORY``, to count memory for that GPU from elsewhere; None: this machine.
+    ``gpu`` is a name in ``GPU_MEMORY``, to estimate for that GPU; None: this machine.
 
     Raises:
-        ConfigError: The base model's configuration cannot be found, the adapter fits no layer of it, or no such GPU is known.
+        ConfigError: The base model's configuration is not found, the adapter matches no layer, or the GPU is unknown.
     """
     if gpu not in (None, *GPU_MEMORY):
         raise ConfigError(
@@ -102,14 +102,14 @@ def footprint(config: RunConfig, bands: int = 1, gpu: str | None = None) -> Foot
     while True:
         try:
             counted = _count(config, net, packing)
-        except NotBatchInvariant:  # as the self-check will find
+        except NotBatchInvariant:  # the self-check will find the same
             packing = replace(packing, alone=True)
             continue
         memory = _memory(config, net, counted, packing, device, bands) if counted else None
         smaller = packing.half() if config.train.tokens_per_pass == "auto" else None
         if memory is None or gpu is None or smaller is None or memory.total <= device_memory.budget(GPU_MEMORY[gpu]):
             break
-        packing = smaller  # as the rehearsal on that GPU would
+        packing = smaller  # the rehearsal on that GPU would do the same
     basis = f"estimates: one process, full passes, rows of {config.data.max_length} tokens" if memory else UNCOUNTED
     return Footprint(
         kinds=tuple(adapters.trainable_table(net)),
@@ -123,7 +123,7 @@ def footprint(config: RunConfig, bands: int = 1, gpu: str | None = None) -> Foot
 
 
 def skeleton(config: RunConfig, dtype: torch.dtype) -> Any:
-    """The model as it trains, without content; a ConfigError where no configuration is found, or the adapter fits no layer."""
+    """The model as it trains, without content; a ConfigError if no configuration is found or the adapter matches no layer."""
     name = config.model.name_or_path
     try:
         with asking_hub(name):
@@ -146,14 +146,14 @@ def skeleton(config: RunConfig, dtype: torch.dtype) -> Any:
 
 
 def _count(config: RunConfig, net: Any, packing: Packing) -> tuple[int, int] | None:
-    """Activations and logits of ``Memory``, by a pass of rows of full length on shapes alone; None where it needs values."""
+    """Activations and logits of ``Memory``, from a pass of full-length rows on shapes alone; None if it needs values."""
     longest = min(config.data.max_length, loading.positions(net) or config.data.max_length)
     rows_each = packing.rows_each
     row = TokenSequence((0,) * longest, (False, *[True] * (longest - 1)), max(1, longest - 1))
     num_units = 1 if packing.alone else packing.room // (rows_each * longest)
     passes = lay_out([Unit((row,) * rows_each)] * num_units, packing, 0).to(torch.device("meta"))
     try:
-        with tally():  # apart, as the look that it takes at the model is no part of a step
+        with tally():  # separately: its inspection of the model is not part of a step
             losses = TokenLosses(net, torch.device("meta"))
         with tally() as counted, RowAttention(net).of(passes):
             loss = losses(passes).nll_M.sum()
@@ -200,7 +200,7 @@ def _memory(
 
 
 def _stored_bytes(config: RunConfig, net: Any, device: torch.device) -> int:
-    """Bytes of a frozen weight, as loading.load_base stores it on such a device."""
+    """Bytes per frozen weight, as loading.load_base stores it on this device."""
     if config.model.dtype != "auto":
         return int(loading.DTYPES[config.model.dtype].itemsize)
     saved = getattr(net.config, "dtype", None)
@@ -210,10 +210,10 @@ def _stored_bytes(config: RunConfig, net: Any, device: torch.device) -> int:
 
 
 class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is held of what was computed inside.
+    """Counts the bytes of tensors made within the block.
 
     Attributes:
-        live: Bytes of tensors made inside that are still held.
+        live: Bytes of such tensors that are still held.
         peak: The largest ``live`` so far.
     """
 
@@ -226,7 +226,7 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operation and counts it."""
         if func.overloadpacket is torch.ops.aten._local_scalar_dense:
-            return 1  # transformers asks whether a mask is all ones, and it is
+            return 1  # transformers asks whether a mask is all ones; here it is
         out = func(*args, **(kwargs or {}))
         inputs = [*_tensors(args), *_tensors((kwargs or {}).values())]
         storages = {leaf.untyped_storage()._cdata for leaf in inputs}
@@ -250,7 +250,7 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among an operation's arguments or results, which stand alone or in lists; torch's pytree takes ten times as long."""
+    """The tensors among arguments or results, single or in lists; torch's pytree takes ten times as long."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -259,7 +259,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention that keeps what a fused kernel keeps: queries, keys, values and the output, no table of T^2 weights."""
+    """Attention that saves what a fused kernel saves: queries, keys, values and output, but no table of T^2 weights."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -275,10 +275,10 @@ class _Attention(torch.autograd.Function):
 
 @contextmanager
 def tally() -> Iterator[Tally]:
-    """Counts everything inside, attention as a fused kernel holds it.
+    """Counts all tensors made within the block, with attention as a fused kernel holds it.
 
-    scaled_dot_product_attention is replaced meanwhile: on the meta device it falls back to a table of T^2 weights. A mode of
-    torch.overrides would be tidier, and is not active when a checkpointed block is computed again.
+    Replaces scaled_dot_product_attention meanwhile: on the meta device it falls back to a table of T^2 weights. A mode of
+    torch.overrides would be tidier, but is not active when a checkpointed block is recomputed.
     """
     counted = Tally()
 

@@ -1,8 +1,8 @@
-"""The one loop, and what stands before its first step. Read this first.
+"""The training loop, and the preparation before its first step. Read this first.
 
-Comes in: a recipe. Goes out: a run directory. LoRA, frozen layers and the baseline without differential privacy all run
-through ``train``, in one process or many; they differ in what ``loading.build`` unfreezes and in whether there is a Plan.
-Everything that can be refused is refused in ``prepare``, before anything is spent.
+Comes in: a recipe. Goes out: a run directory. LoRA, frozen layers and the baseline without differential privacy all run through
+``train``, in one process or many; they differ in what ``loading.build`` unfreezes and in whether there is a Plan. ``prepare``
+raises every refusal, before anything is spent.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from dpllm.text.data import Rows
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-COMPARE_EVERY = 50  # steps after which the ranks compare their weights; also at every stop and at the end
+COMPARE_EVERY = 50  # steps between comparisons of the ranks' weights; also at every stop and at the end
 PLACES = {
     "output_dir",
     "data.train",
@@ -74,8 +74,8 @@ def train(
 ) -> RunRecord:
     """Runs a recipe from data to export/.
 
-    Without ``start`` it begins anew, where no run lies yet; ``callbacks`` are of ``transformers``, the same in every process.
-    Returns what run.json says.
+    Without ``start``, begins a new run in an unused directory; ``callbacks`` are of ``transformers``, the same in every process.
+    Returns the content of run.json.
 
     Raises:
         ConfigError: The recipe or the data cannot be used (exit code 2).
@@ -89,16 +89,16 @@ def train(
     torch.set_float32_matmul_precision("highest")  # TF32 off: norms and sums are float32
     memory.reset_peak_memory()
     with contextlib.ExitStack() as stack:
-        deadline = stack.enter_context(fail_together(config.train.process_timeout))  # where one process fails, all end
+        deadline = stack.enter_context(fail_together(config.train.process_timeout))  # if one process fails, all end
         _check_processes(config, state)
-        if main:  # rank 0 alone reads and writes the run directory
+        if main:  # only rank 0 reads and writes the run directory
             check_directory(config, run, resume=start.resume, overwrite=start.overwrite)  # before anything is made
             stack.enter_context(run.locked())
         telemetry = stack.enter_context(Telemetry(config, run, main=main, callbacks=callbacks))
         screen = stack.enter_context(Screen(console, public=may_publish_cost(config)))
         if main:
             stack.enter_context(heard_by(screen))
-        prepared = prepare(config, start, state, console)  # all that can refuse; last of all the reservation
+        prepared = prepare(config, start, state, console)  # everything that can refuse; the reservation comes last
         screen.end()
         stack.enter_context(contextlib.closing(prepared.reservation))
         recorder = stack.enter_context(Recorder(prepared, started, telemetry, deadline, console, screen, main=main))
@@ -110,10 +110,10 @@ def train(
         step = _take_steps(prepared, recorder, telemetry.callbacks, deadline, state)
         prepared.engine.close()
         if step < total or (prepared.config.train.checkpoint_every and step > prepared.first_step):
-            recorder.save()  # a crash from here on must not lose paid steps
+            recorder.save()  # a crash from here on must not lose charged steps
         recorder.evaluated(_evaluate(prepared, state), "after")
         recorder.finish()
-        if step == total and state.is_local_main_process:  # a copy of private text that nobody reads again
+        if step == total and state.is_local_main_process:  # a copy of private text that is no longer needed
             shutil.rmtree(run.private / "cache" / tokens.FOLDER, ignore_errors=True)
         if main:
             telemetry.callbacks.end()
@@ -121,7 +121,7 @@ def train(
         try:
             everywhere: RunRecord = processes.shared(record)
             return everywhere
-        except RuntimeError:  # another process died; rank 0 has written everything down
+        except RuntimeError:  # another process died; rank 0 has recorded everything
             if record is None:
                 raise
             return record
@@ -130,7 +130,7 @@ def train(
 def _take_steps(
     prepared: Prepared, recorder: Recorder, callbacks: Callbacks, deadline: StepDeadline, state: PartialState
 ) -> int:
-    """Charge, step, log, until all steps are taken or somebody stops the run; the steps taken."""
+    """Charges, steps and logs until all steps are taken or the run is stopped; returns the number of steps taken."""
     settings, total, step = prepared.config.train, prepared.schedule.num_steps, prepared.first_step
     learning_rate = learning_rate_of(settings)
     with (
@@ -158,8 +158,8 @@ def _take_steps(
                 stop = max(stop, *processes.totals(int(callbacks.stop)))
             if step % COMPARE_EVERY == 0 or stop or step == total:
                 processes.check_same_weights(prepared.engine.parameters.values(), step)
-            deadline.rest()  # what comes now may take as long as it wants
-            # once in a while:
+            deadline.rest()  # the rest may take any time
+            # occasionally:
             if settings.eval_every and step % settings.eval_every == 0 and step < total:
                 recorder.evaluated(_evaluate(prepared, state), "during")
             if prepared.samples.due(step, total):
@@ -171,7 +171,7 @@ def _take_steps(
 
 
 def _next_batches(prepared: Prepared, state: PartialState) -> tuple[list[Pass], list[int]]:
-    """This rank's part of the next logical batch, in passes, and the gradient canaries in it, which are rank 0's."""
+    """This rank's part of the next logical batch, in passes, and the gradient canaries in it, which rank 0 adds."""
     pad_id, rank, world = prepared.tokenizer.pad_token_id or 0, state.process_index, state.num_processes
     drawn, first = prepared.sampler.draw(), len(prepared.units) - prepared.config.audit.gradient_canaries
     passes = passes_of(drawn, prepared.examples.sampled, prepared.engine.packing, pad_id, rank, world)
@@ -187,12 +187,12 @@ def _evaluate(prepared: Prepared, state: PartialState) -> evaluate.HeldOut | Non
 
 
 def _check_processes(config: RunConfig, state: PartialState) -> None:
-    """Refuses processes that would run other recipes, code or rounding, or are more than units in a batch; places may differ."""
+    """Refuses processes with different recipes (places aside), code or rounding, and more of them than units in a batch."""
     keys = flat(config.model_dump(mode="json"))
     processes.check_equal(processes.versions() | {f"the recipe's {key}": keys[key] for key in keys.keys() - PLACES})
     if config.privacy.enabled:
-        # Within a step all ranks round alike. A run that goes on elsewhere rounds its later steps in another way, which costs
-        # nothing: each step's noise covers what one unit moves in that step.
+        # Within a step all ranks must round alike. A run resumed on other hardware rounds later steps differently, which is
+        # harmless: each step's noise covers what one unit moves in that step.
         processes.check_rounding(processes.kernels(state.device))
     if sharding.requested():
         sharding.check(config)
@@ -204,15 +204,15 @@ def _check_processes(config: RunConfig, state: PartialState) -> None:
 
 
 def prepare(config: RunConfig, start: Start, state: PartialState, console: Console) -> Prepared:
-    """Everything up to the first step; the reservation comes last.
+    """Prepares everything up to the first step; the reservation comes last.
 
     Raises:
         ConfigError: The recipe or the data cannot be used.
-        Refused: A guard, the self-check or the ledger's budget refuses; the ledger counts it, and nothing is spent.
+        Refused: A guard, the self-check or the ledger's budget refuses; the ledger counts the refusal, and nothing is spent.
     """
     run = RunDir(Path(config.output_dir))
     try:
-        run.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before the first copy of private data lies in it
+        run.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before private data are first copied into it
     except OSError as error:
         raise ConfigError(
             f"{run.root}: cannot be written to ({error.strerror}), and every process stores tokens there. Type another "
@@ -221,7 +221,7 @@ def prepare(config: RunConfig, start: Start, state: PartialState, console: Conso
     try:
         return _prepare(config, run, start, state, console)
     except BaseException as error:
-        if not start.resume and state.is_local_main_process:  # a run that goes on needs its own tokens
+        if not start.resume and state.is_local_main_process:  # a resumed run still needs its tokens
             shutil.rmtree(run.private / "cache" / tokens.FOLDER, ignore_errors=True)
         if isinstance(error, Refused) and state.is_main_process:
             _note(error, config, run)
@@ -229,7 +229,7 @@ def prepare(config: RunConfig, start: Start, state: PartialState, console: Conso
 
 
 def _note(error: Refused, config: RunConfig, run: RunDir) -> None:
-    """Writes down that a run was refused: in run.json of a directory without one, and among the ledger's counts."""
+    """Records a refusal: in the ledger's counts, and in run.json if the directory has none."""
     with contextlib.suppress(ConfigError):  # a ledger that cannot be opened must not hide the refusal
         if error.reason and (ledger := open_ledger(config.privacy.ledger, create=False)):
             with ledger:
@@ -263,10 +263,10 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     vocabulary = build.vocabulary_of(config, net, tokenizer, units, held_out)
     optimizer = build.make_optimizer(config.train, net)
     key: int = shared(build.groups_key(config, run, plan, resumed) if main else 0)
-    precision = shared(loading.precision_of(config.train, device))  # auto: what rank 0 makes of it
+    precision = shared(loading.precision_of(config.train, device))  # auto: rank 0 decides
     packing = shared(memory.packing_for(config, net, vocabulary, device))
     sampler, engine, autocast = build.make_engine(decision, net, optimizer, len(units), device, precision, packing, key)
-    if plan and planted and planted.gradient_coins and main:  # rank 0 adds the noise, and them
+    if plan and planted and planted.gradient_coins and main:  # rank 0 adds them with the noise
         coins = planted.gradient_coins
         engine.canaries = GradientCanaries(int(planted.gradient_key, 16), coins, engine.size, plan.clipping, device)
     pad_id = tokenizer.pad_token_id or 0
@@ -302,7 +302,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
 def _load(
     resumed: ResumeState, run: RunDir, net: torch.nn.Module, optimizer: torch.optim.Optimizer, console: Console
 ) -> list[str]:
-    """Takes model and optimizer from where the run stopped to all processes; what is noted of this attempt and earlier ones."""
+    """Restores model and optimizer on all processes; returns the notes of this attempt and earlier ones."""
     if PartialState().is_main_process:
         checkpoint.load_resume(run, net, optimizer)
     processes.replicate(optimizer, list(checkpoint.kept(net).values()))
@@ -312,24 +312,24 @@ def _load(
 
 
 def _reserve(config: RunConfig, decision: Decision, start: Start, run: RunDir, rows: Rows) -> Reservation:
-    """Reserves what a run will spend, or goes on with what was reserved for it.
+    """Reserves what a run will spend, or continues an existing reservation.
 
     Raises:
         BudgetExceeded: The budget has no room for the run.
-        Refused: The reservation that was made before is of another run.
+        Refused: The existing reservation is of another run.
 
     Guarantee:
-        What is returned covers every step that the Plan has, and nothing was written if this raises.
+        The returned reservation covers every step of the Plan; if this raises, nothing was written.
     """
     plan = decision.plan
     if plan is None:
         return Reservation()
     policy = decision.policy
     with contextlib.ExitStack() as stack:
-        ledger = open_ledger(config.privacy.ledger)  # the first reservation makes the file; a refusal makes none
+        ledger = open_ledger(config.privacy.ledger)  # the first reservation creates the file; a refusal does not
         assert ledger is not None
         stack.enter_context(ledger)
-        if policy.records is None:  # there was no ledger to tell the data by
+        if policy.records is None:  # there was no ledger to recognise the data with
             policy = dataset_policy.find_policy(config, rows.table, rows.held_out, ledger)
         dataset, parent, records = policy.dataset, policy.derived_from, policy.records
         if decision.resumed is not None:
@@ -347,7 +347,7 @@ def _reserve(config: RunConfig, decision: Decision, start: Start, run: RunDir, r
 
 
 def _promise(decision: Decision, planted: CanaryPlan | None) -> Plan | None:
-    """plan.json: the Plan, a second accountant's word, and what the audit may not choose later."""
+    """The content of plan.json: the Plan, a second accountant's result, and choices that the audit may not make later."""
     plan = decision.plan
     if plan is None or decision.resumed:
         return plan
@@ -366,7 +366,7 @@ def _write(
     groups_key: int,
     rows: Rows,
 ) -> None:
-    """What the run directory holds before the first step, of a new run instead of what lay there."""
+    """Writes the run directory's files from before the first step; a new run replaces what was there."""
     run, config, plan, resumed = prepared.run, prepared.config, prepared.plan, prepared.decision.resumed
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(prepared.reservation.close)

@@ -1,4 +1,4 @@
-"""Differential privacy for a training loop of one's own: sampling, clipping, noise, accounting and the ledger.
+"""Differential privacy for a custom training loop: sampling, clipping, noise, accounting and the ledger.
 
 Comes in: a model in memory, units of tokens, a Plan, an open ledger. Goes out: updates of the model. Must not read files.
 """
@@ -35,7 +35,7 @@ from dpllm.recipe.config import make_config
 from dpllm.run.build import check_passes, is_low
 from dpllm.run.promise import plan_of
 
-CALLS = ("forward", "_call_impl", "_compiled_call_impl")  # of a layer itself, if set, in place of its class's
+CALLS = ("forward", "_call_impl", "_compiled_call_impl")  # attributes that override the class's when set on a layer
 
 
 def promise(
@@ -47,19 +47,19 @@ def promise(
     max_grad_norm: float = 1.0,
     bands: int | Literal["auto"] = 1,
 ) -> Plan:
-    """The Plan of a loop of one's own, as ``run.promise.plan_of`` makes it of a recipe: flat clipping, units sampled whole.
+    """The Plan of a custom loop, as ``run.promise.plan_of`` makes it from a recipe: flat clipping, whole units sampled.
 
     Args:
-        num_units: N, which is published; at least 1.
+        num_units: N >= 1; it is published.
         epsilon: The target; the noise is calibrated to it.
-        batch_size: B, expected units of a step.
-        steps: T.
-        max_grad_norm: C.
-        bands: b, how many steps banded noise reaches back and how many groups take turns, or auto (``privacy.bands``), for a
-            constant learning rate. 1: independent noise.
+        batch_size: B, expected number of units in a step.
+        steps: T, number of steps.
+        max_grad_norm: C, the clipping norm.
+        bands: b, the number of correlated steps and of groups that take turns, or auto (``privacy.bands``), for a constant
+            learning rate. 1: independent noise.
 
     Raises:
-        ConfigError: A number is impossible, or the target cannot be reached.
+        ConfigError: A number is out of range, or the target cannot be reached.
         Refused: The batch is larger than N, or than one of b groups; or there are fewer than b steps.
     """
     units = _whole("num_units", num_units)
@@ -82,7 +82,7 @@ def promise(
 
 
 def _whole(name: str, value: int, maximum: int | None = None) -> int:
-    """Of 1 or more; an integer of numpy is one."""
+    """An integer >= 1, also one of numpy."""
     plain = isinstance(value, Integral) and not isinstance(value, bool)
     return events.integer(name, int(value) if plain else value, 1, maximum)
 
@@ -94,12 +94,12 @@ class Engine:
         Once all T steps are taken, the trainable parameters are (epsilon, delta)-differentially private, as ``plan`` states,
         if each of ``units`` holds all rows of one privacy unit and was encoded from them alone, and if nothing else that was
         computed from these data reaches the parameters: no other optimizer step, no decision taken on what ``step`` returns.
-        The ledger keeps the whole reservation when the loop ends early. That ``dataset`` names these data is taken on trust:
-        the ledger sees no records, and cannot recognise copies.
+        If the loop ends early, the ledger keeps the whole reservation. That ``dataset`` names these data is taken on trust: the
+        ledger sees no records and cannot recognise copies.
 
     Attributes:
-        plan: What is promised.
-        entry: The reservation.
+        plan: The promise.
+        entry: Id of the reservation.
         dropout_off: Rates of the model that were set to zero.
     """
 
@@ -119,18 +119,18 @@ class Engine:
 
         Args:
             model: A causal LM of transformers, with or without LoRA of peft, on its device; float32 throughout.
-            optimizer: Over exactly what trains.
-            plan: Of ``promise``.
-            units: N of them.
+            optimizer: Over exactly the trainable parameters.
+            plan: From ``promise``.
+            units: The N privacy units.
             ledger: Where the run is charged.
-            dataset: The name of the data in it.
-            max_length: Tokens of the longest row allowed; public.
-            tokens_per_pass: Of one forward pass; None: from the batch and ``max_length``.
+            dataset: The ledger's name of the data.
+            max_length: Maximum number of tokens in a row; public.
+            tokens_per_pass: Size of a forward pass; None: derived from the batch and ``max_length``.
 
         Raises:
             ConfigError: There are not N different units, or a row cannot be trained on.
-            Refused: Another Plan than ``promise`` makes; several processes; a model or an optimizer for which the guarantee does
-                not hold; low precision; a self-check that fails; a budget without room. Nothing is spent.
+            Refused: The Plan is not from ``promise``, there are several processes, the guarantee does not hold for this model or
+                optimizer, the precision is low, the self-check fails, or the budget has no room. Nothing is spent.
         """
         _check_plan(plan, ledger, optimizer)
         schedule, size = plan.schedule, plan.schedule.dataset_size
@@ -138,7 +138,7 @@ class Engine:
         self._check_surroundings()
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         max_length = longest_row(model, max_length)
-        self._units = _frozen(units, size, max_length, vocabulary)  # the caller's lists may change
+        self._units = _frozen(units, size, max_length, vocabulary)  # a copy, since the caller may change the lists
         tokens = None if tokens_per_pass is None else _whole("tokens_per_pass", tokens_per_pass, LARGEST_PASS)
         self.dropout_off = loading.without_dropout(model.train())
         self._pad_id = getattr(model.config, "pad_token_id", None) or 0
@@ -155,14 +155,14 @@ class Engine:
                 request = RunRequest.of(plan, f"own-loop-{secrets.token_hex(4)}")
                 self.entry = reserve_all(ledger, dataset, [request])[0].entry
         except BaseException:
-            self._engine.close()  # the model is the caller's again
+            self._engine.close()  # removes the hooks from the caller's model
             raise
 
     def _check_surroundings(self) -> None:
-        """What must hold in every step: one process, float32, no layer that couples rows."""
+        """Checks what every step needs: one process, float32, no layer that couples rows."""
         guards.check_model(self._model)
         if processes.several() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise Refused("dpllm.Engine is for one process, and there are several. Use accelerate launch and a recipe.")
+            raise Refused("dpllm.Engine is for one process, but there are several. Use accelerate launch and a recipe.")
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             raise Refused(
                 "gradients are disabled here, so no step can be taken. Leave torch.no_grad or inference_mode."
@@ -177,14 +177,14 @@ class Engine:
         """Charges one step, draws a logical batch, and updates the model.
 
         Returns:
-            Un-noised facts about it, which are private: do not publish them, nor decide by them.
+            Un-noised figures of the step. They are private: do not publish them or base decisions on them.
 
         Raises:
             Refused: All T steps were taken, the loop was closed, the model or its surroundings changed, or a gradient cannot be
                 clipped. A step that fails once it is charged counts as taken.
         """
         if not self._open:
-            raise Refused("this Engine is closed, so no further step is paid for. Make another Engine.")
+            raise Refused("this Engine is closed, so no further step can be charged. Make another Engine.")
         self._check_surroundings()
         self._check_unchanged()
         self._engine.check()
@@ -195,9 +195,9 @@ class Engine:
             )
         self._ledger.charge(self.entry, self._steps + 1)  # written before the update exists
         self._steps += 1
-        if self._broken:  # a turn passed without a row of noise, so that a unit's next turn would be too near in noise
+        if self._broken:  # the failed step added no row of noise, so rows would correlate across a unit's next turn
             self._engine.forget_noise()
-        self._broken = True  # before the draw, in which an interrupt may come
+        self._broken = True  # set before the draw, which may be interrupted
         try:
             drawn = self._sampler.draw()
             batches = passes_of(drawn, self._units, self._engine.packing, self._pad_id)
@@ -208,7 +208,7 @@ class Engine:
         return diagnostics
 
     def _check_unchanged(self) -> None:
-        """Refuses a model that something else than the steps changed: the self-check saw another one."""
+        """Refuses a model changed by anything but the steps: the self-check saw another model."""
         now = _seen(self._model)
         changed = [name for name in {**self._seen, **now} if self._seen.get(name) != now.get(name)]
         if changed:
@@ -224,7 +224,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes the reservation; what was not taken stays charged unless the ledger gives it back."""
+        """Closes the reservation; untaken steps stay charged unless the ledger gives them back."""
         if not self._open:
             return
         self._open = False
@@ -233,7 +233,7 @@ class Engine:
 
 
 def _seen(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Name -> what changes when somebody writes a tensor (but through ``.data``), or hooks into, adds or replaces a layer."""
+    """Name -> marks that change if a tensor is written (except through ``.data``), or a layer is hooked, added or replaced."""
     marks: dict[str, tuple[Any, ...]] = {}
     for name, module in model.named_modules():
         calls = [vars(module).get(call) for call in CALLS]
@@ -244,7 +244,7 @@ def _seen(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def hooks(owner: Any, *starts: str) -> list[tuple[Any, ...]]:
-    """The hooks in each of the dictionaries that torch keeps in an owner under names that begin so."""
+    """The hooks in each of torch's dictionaries in ``owner`` whose names begin with one of ``starts``."""
     attributes = vars(owner).items()
     return [tuple(table.values()) for name, table in attributes if name.startswith(starts) and isinstance(table, dict)]
 
@@ -252,13 +252,13 @@ def hooks(owner: Any, *starts: str) -> list[tuple[Any, ...]]:
 def _check_plan(plan: Plan, ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(plan, Plan) or not isinstance(ledger, Ledger):
         raise ConfigError(
-            "dpllm.Engine needs a Plan of dpllm.promise and an open dpllm.Ledger, to charge it. Give both."
+            "dpllm.Engine needs a Plan from dpllm.promise and an open dpllm.Ledger to charge it. Pass both."
         )
     numbers = {"epsilon": plan.target_epsilon, "max_grad_norm": plan.max_grad_norm}
     steps, batch = plan.schedule.num_steps, plan.schedule.expected_batch_size
     if plan != promise(plan.schedule.dataset_size, batch_size=batch, steps=steps, bands=plan.bands, **numbers):
         raise Refused(
-            "the Plan was not made by dpllm.promise, so the accounting could be for another mechanism than the one that runs. "
+            "the Plan was not made by dpllm.promise, so its accounting could be for another mechanism than the one that runs. "
             "Pass what dpllm.promise(len(units), ...) returns."
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -270,8 +270,8 @@ def _check_plan(plan: Plan, ledger: Ledger, optimizer: torch.optim.Optimizer) ->
 
 
 def _frozen(units: Sequence[Unit], size: int, max_length: int, vocabulary: int) -> tuple[Unit, ...]:
-    """The same in tuples, to which nobody can add a row or token; refuses what a step could only fail on once it was charged."""
-    units = tuple(units)  # a lazy sequence makes its units anew each time
+    """The units as tuples, which cannot change later; refuses rows on which a step would fail after it was charged."""
+    units = tuple(units)  # a lazy sequence would rebuild its units each time
     if len(units) != size:
         raise ConfigError(
             f"there are {len(units)} units, but the Plan is for {size}. Make the Plan with promise(len(units), ...)."

@@ -1,7 +1,7 @@
-"""What every step released along the gradient canaries, how far the weights went, and with banded noise who could join when.
+"""What every step released along the gradient canaries, how far the weights moved, and the groups of banded noise.
 
-Comes in: one number for each canary and step, in units of C; the weights' before and after; the key of the groups. Goes out: the
-same after the run, without the steps that a crash took: private files. Knows no coins.
+Comes in: one number for each canary and step, in units of C; the weights' before and after; the key of the groups. Goes out:
+private files with these, without steps lost in a crash. Must not know the coins.
 
 Shape suffixes: T steps, M canaries.
 """
@@ -27,20 +27,20 @@ class Projections:
     """private/gradient_canaries.npy, float32 of shape (T, M); nan where no step was taken."""
 
     def __init__(self, path: Path, num_steps: int, width: int) -> None:
-        """Begins the file, or goes on with that of a run that is resumed."""
+        """Creates the file, or continues that of a resumed run."""
         if not path.exists():
             _save(path, np.full((num_steps, width), np.nan, dtype=np.float32))
-        _load(path, np.float32, num_steps, width)  # what is damaged is refused before a step is charged
+        _load(path, np.float32, num_steps, width)  # a damaged file is refused before a step is charged
         self._kept_TM = np.lib.format.open_memmap(path, mode="r+")
 
     def write(self, step: int, proj_M: NDArray[np.float64]) -> None:
-        """Keeps what step ``step``, counted from 1, released."""
+        """Stores what step ``step``, counted from 1, released."""
         self._kept_TM[step - 1] = proj_M
         self._kept_TM.flush()
 
 
 def read_projections(path: Path) -> NDArray[np.float32]:
-    """Shape (T, M); nan where no step was taken, or written to its end. A missing or damaged file is a ConfigError."""
+    """Shape (T, M); nan where a step was not taken or not fully written. A missing or damaged file is a ConfigError."""
     return _load(path, np.float32)
 
 
@@ -64,12 +64,12 @@ def _save(path: Path, values: NDArray[Any]) -> None:
 
 
 def _load(path: Path, dtype: type[np.floating[Any]], rows: int | None = None, width: int | None = None) -> NDArray[Any]:
-    """A table of numbers, of so many rows and columns if they are known."""
+    """A table of numbers, with the given number of rows and columns if known."""
     with contextlib.suppress(OSError, ValueError, EOFError):
         values = np.load(path, allow_pickle=False)
         table = isinstance(values, np.ndarray) and values.ndim == 2 and values.dtype == dtype
         if table and values.shape == (rows or len(values), width or values.shape[1]):
-            return values  # type: ignore[no-any-return]  # an array, as was asked
+            return values  # type: ignore[no-any-return]  # always an array
     raise _damaged(path)
 
 
@@ -81,7 +81,7 @@ def _damaged(path: Path) -> ConfigError:
 
 @dataclass(frozen=True, eq=False)
 class BandedTurns:
-    """Of banded noise: c_0, ..., c_{b-1}; each canary's group; the steps with which attempts began, at empty buffers."""
+    """Banded noise: c_0, ..., c_{b-1}; each canary's group; the first step of each attempt, when buffers were empty."""
 
     coefficients: tuple[float, ...]
     group_M: NDArray[np.int64]
@@ -89,7 +89,7 @@ class BandedTurns:
 
 
 def read_turns(path: Path, coefficients: tuple[float, ...], width: int) -> BandedTurns | None:
-    """Which turns ``width`` gradient canaries had, whose slots are last; None without coefficients. Errors: ``read_groups``."""
+    """The turns of the ``width`` gradient canaries, whose slots are last; None without coefficients. Errors: ``read_groups``."""
     if not coefficients:
         return None
     kept_groups = read_groups(path)
@@ -99,20 +99,20 @@ def read_turns(path: Path, coefficients: tuple[float, ...], width: int) -> Bande
 
 @dataclass(frozen=True)
 class KeptGroups:
-    """private/groups.json, of banded noise: what a run that goes on, and its audit, read of its groups."""
+    """private/groups.json: the groups of banded noise, for a resumed run and the audit."""
 
     bands: int  # b
-    key: int  # from which each slot's group follows: secret
-    slots: int  # how many there are
-    starts: tuple[int, ...]  # steps with which attempts began
+    key: int  # secret; determines each slot's group
+    slots: int  # number of slots
+    starts: tuple[int, ...]  # first step of each attempt
 
     @property
     def digest(self) -> str:
-        """Of what stays the same in all attempts; every checkpoint has it."""
+        """Digest of what stays the same in all attempts; every checkpoint stores it."""
         return hashlib.sha256(f"{self.bands} {self.key:x} {self.slots}".encode()).hexdigest()
 
     def write(self, path: Path) -> None:
-        """Writes the file, which the owner alone can read."""
+        """Writes the file, readable only by its owner."""
         write_json(path, {**vars(self), "key": f"{self.key:x}", "starts": list(self.starts)}, mode=0o600)
 
 
@@ -127,5 +127,5 @@ def read_groups(path: Path) -> KeptGroups:
     except (ConfigError, KeyError, TypeError, ValueError):
         pass
     raise ConfigError(
-        f"{path}: is missing or damaged, so nobody can tell which units took part when. Restore it, or train again."
+        f"{path}: is missing or damaged, so nobody knows which units could take part in which step. Restore it, or train again."
     )

@@ -1,8 +1,8 @@
-"""The one decision: may this run happen, and what does it promise? And the Plan of a recipe.
+"""Decides whether a run may happen and what it promises, and makes the Plan of a recipe.
 
-Comes in: a recipe, and how the run would begin. Goes out: a ``Decision``. ``dpllm plan`` prints it, training obeys it, and
-sweeps and shadow runs take from it what they need. Refusals are collected, not raised, so that what can still be computed beside
-one is. Must not import torch, read weights or write to the ledger.
+Comes in: a recipe, and how the run would begin. Goes out: a ``Decision``, which ``dpllm plan`` prints, training obeys, and sweeps
+and shadow runs use. Refusals are collected, not raised, so that everything else is still computed. Must not import torch, read
+weights or write to the ledger.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ UNBOUNDED = 1e9  # a target epsilon that refuses nothing
 class Start:
     """How a run begins."""
 
-    resume: bool = False  # go on with the interrupted run in ``output_dir``: same reservation, fresh noise
-    overwrite: bool = False  # replace a run that lies in ``output_dir``
-    entry: str | None = None  # a reservation that was made for this run before, as one of a tuning group
+    resume: bool = False  # continue the interrupted run in ``output_dir``: same reservation, fresh noise
+    overwrite: bool = False  # replace a run in ``output_dir``
+    entry: str | None = None  # an existing reservation for this run, as in a tuning group
 
 
 @dataclass(frozen=True)
 class Decision:
     """What is known of a run before it starts."""
 
-    config: RunConfig  # with the format that the data were found to have
-    subject: Subject | None = None  # None where the data could not be read
-    schedule: Schedule | None = None  # None where there is none, say because the batch is larger than the dataset
-    # The promise. Where it exceeds its own target or the budget, the figures are those that the refused run would have.
-    plan: Plan | None = None  # None where there is nothing to compute, or without differential privacy
-    ledger: Outlook | None = None  # what it holds and would hold; None where there is none yet, or nothing to ask it
-    lineage: Lineage | None = None  # what this run and the models before it promise together
-    resumed: ResumeState | None = None  # the run that goes on; None for a new one
-    # Everything that would refuse the run, but for what needs a tokenizer, the model or a second accountant, which needs
-    # torch: rows and canaries longer than data.max_length, what the model cannot be, PRV.
+    config: RunConfig  # with the detected format of the data
+    subject: Subject | None = None  # None if the data could not be read
+    schedule: Schedule | None = None  # None if there is none, such as when the batch is larger than the dataset
+    # The promise. If it exceeds its target or the budget, these are the figures of the refused run.
+    plan: Plan | None = None  # None if it cannot be computed, or without differential privacy
+    ledger: Outlook | None = None  # the budget before and after the run; None without a ledger or a Plan
+    lineage: Lineage | None = None  # what this run and its ancestor models promise together
+    resumed: ResumeState | None = None  # the run to continue; None for a new one
+    # Every reason to refuse the run, except those that need a tokenizer, the model or a second accountant (which needs torch):
+    # rows and canaries longer than data.max_length, unsupported models, PRV.
     refusals: tuple[DpllmError, ...] = ()
-    # SHA-256 of the weights of model.adapter that were judged, which must be those that load.
+    # SHA-256 of the checked weights of model.adapter; the same ones must be loaded.
     weights: str | None = None
-    labels_before: tuple[Labels, ...] = ()  # draws of labels that taught the models before
+    labels_before: tuple[Labels, ...] = ()  # label draws that ancestor models learned from
 
     @property
     def exit_code(self) -> int:
@@ -84,12 +84,12 @@ class Decision:
 
     @property
     def flaw(self) -> str | None:
-        """Why the run gives no guarantee; None where it gives one."""
+        """Why the run gives no guarantee; None if it gives one."""
         return self.config.flaw or lineage.why_not(self.lineage)
 
     @property
     def labels(self) -> Labels | None:
-        """Of the pairs that train, where they were flipped at the source."""
+        """The randomised labels of the training pairs; None if none were randomised."""
         return self.subject.labels if self.subject else None
 
     @cached_property
@@ -99,7 +99,7 @@ class Decision:
 
     @property
     def lowered(self) -> str:
-        """Says that ``privacy.fit_budget`` lowered the epsilon that was asked for; empty where it did not."""
+        """Says that ``privacy.fit_budget`` lowered the requested epsilon; empty if it did not."""
         plan = self.plan
         fits_budget = self.config.privacy.fit_budget and self.config.privacy.noise_multiplier is None
         if plan is None or not fits_budget or plan.epsilon > 0.99 * plan.target_epsilon:
@@ -111,7 +111,7 @@ class Decision:
 
     @property
     def policy(self) -> DatasetPolicy:
-        """Whose data these are, of a decision that nothing refused."""
+        """The policy of the dataset, for a decision without refusals."""
         assert self.subject is not None
         assert self.subject.policy is not None
         return self.subject.policy
@@ -135,11 +135,11 @@ class Decision:
         return words
 
     def __str__(self) -> str:
-        """The same as ``repr``, with advice."""
+        """``repr`` and the advice."""
         return "\n".join([repr(self), *(f"Advice: {text}" for text in self.advice)])
 
     def __repr__(self) -> str:
-        """The promise in one line, and what would refuse it in one line each."""
+        """One line for each part of the promise, and one for each refusal."""
         lines = [f"{name}: {text}" for name, text in self._in_words().items()]
         return "\n".join([*lines, *(f"Refused: {error}" for error in self.refusals)])
 
@@ -148,17 +148,17 @@ class Decision:
         return html_table("Decision", {**self._in_words(), **remarks})
 
     def without_rows(self) -> Self:
-        """The same for other processes, which have not the files of this one open."""
+        """A copy for other processes, which do not have this one's files open."""
         return replace(self, subject=self.subject and replace(self.subject, rows=None))
 
     def at(self, config: RunConfig) -> Self:
-        """The same with the places of another machine, which ``config`` names."""
+        """A copy with the paths of another machine, taken from ``config``."""
         data = self.config.data
-        seen = {f"data.{name}": getattr(data, name) for name in ("format", "label_epsilon", "chat_template")}
-        return replace(self, config=config.changed(seen))
+        resolved = {f"data.{name}": getattr(data, name) for name in ("format", "label_epsilon", "chat_template")}
+        return replace(self, config=config.changed(resolved))
 
     def obeyed(self) -> Self:
-        """The same, where nothing refuses; else the first refusal is raised."""
+        """Returns itself, or raises the first refusal."""
         if self.refusals:
             raise self.refusals[0]
         return self
@@ -173,15 +173,15 @@ def decide(
     fetch: bool = False,
     cache: Path | None = None,
 ) -> Decision:
-    """Everything that the recipe, the data, the ledger and the base model's statement say about a run.
+    """Combines what the recipe, the data, the ledger and the base model's statement say about a run.
 
     Args:
         config: The recipe.
-        start: How it would begin; None: no run directory is looked at.
-        subject: What is known of the data already; None: they are read.
-        terms: What a budget leaves to the run, one of several that are reserved together; None: what the ledger says.
+        start: How the run would begin; None: the run directory is not checked.
+        subject: The data if they were read already; None: they are read.
+        terms: What a budget leaves to this one of several runs that are reserved together; None: the ledger's answer.
         fetch: Whether the base model's statement may be downloaded.
-        cache: Where the rows that are read are kept, for whoever trains on them; None: nowhere.
+        cache: Where to keep the rows for training; None: they are not kept.
     """
     refusals, run, privacy = Refusals(), RunDir(Path(config.output_dir)), config.privacy
     template = refusals.attempt(rendering.read_template, config.data.chat_template)
@@ -204,7 +204,7 @@ def decide(
                 resumed = refusals.attempt(read_resume_state, config, run, ledger, subject.policy)
             if refusals.errors:
                 return Decision(config, subject, resumed=resumed, refusals=tuple(refusals.errors))
-        schedule, plan, seen = refusals.attempt(schedule_of, config, subject.num_units), None, None
+        schedule, plan, outlook = refusals.attempt(schedule_of, config, subject.num_units), None, None
         if start and resumed and schedule and config.privacy.enabled:
             plan = refusals.attempt(_resumed_plan, config, subject.num_units, resumed)
             schedule = plan.schedule if plan else schedule
@@ -212,8 +212,8 @@ def decide(
             limits = terms or refusals.attempt(dataset_policy.terms, ledger, dataset, parent, privacy.fit_budget)
             plan, over = _plan(config, subject.num_units, schedule, limits, refusals)
             if ledger and plan and terms is None and not (start and start.entry):
-                seen = refusals.attempt(ledger.outlook, dataset, [RunRequest.of(plan, final=privacy.final)], parent)
-            if error := (seen.error if seen else None) or over:
+                outlook = refusals.attempt(ledger.outlook, dataset, [RunRequest.of(plan, final=privacy.final)], parent)
+            if error := (outlook.error if outlook else None) or over:
                 refusals.add(error)
         refusals.attempt(check_learning_rate, config, plan)
         base = refusals.attempt(of_base, config, fetch=fetch)
@@ -223,11 +223,11 @@ def decide(
         about = {"dataset": dataset, "derived_from": parent, "book": ledger, "plan": plan}
         ancestry = refusals.attempt(lineage.compose_with_base, base, config, **about)
         before = (base.weights, base.labels) if base else ()
-        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(refusals.errors), *before)
+        return Decision(config, subject, schedule, plan, outlook, ancestry, resumed, tuple(refusals.errors), *before)
 
 
 def _check_machine(config: RunConfig, start: Start | None) -> None:
-    """Refuses, with a ConfigError, what is seen to be missing where a run starts: packages, a local model, its chat template."""
+    """Refuses, with a ConfigError, what this machine lacks for the run: packages, a local model, its chat template."""
     if start is None:
         return
     if config.model.quantization:
@@ -242,14 +242,14 @@ def _check_machine(config: RunConfig, start: Start | None) -> None:
         raise ConfigError(
             f"model.name_or_path {name!r}: is not a folder, a Hub id or builtin:tiny. Check the spelling."
         )
-    files = ("config.json", "adapter_config.json", "run.json")  # the last two are refused by name, see lineage
+    files = ("config.json", "adapter_config.json", "run.json")  # of_base refuses the last two by name
     if folder.is_dir() and not any((folder / file).exists() for file in files):
         raise ConfigError(
             f"model.name_or_path {name}: holds no config.json, so it is not a model. Name the folder of a model."
         )
     settings = folder / "tokenizer_config.json"
     with_template = any((folder / file).exists() for file in ("chat_template.jinja", "additional_chat_templates"))
-    # Without a tokenizer, it can be planned.
+    # A model without a tokenizer can still be planned.
     if config.data.format != "messages" or with_template or not settings.exists():
         return
     if not (read_json(settings).get("chat_template") or config.data.chat_template):
@@ -262,9 +262,9 @@ def _check_machine(config: RunConfig, start: Start | None) -> None:
 def _plan(
     config: RunConfig, num_units: int, schedule: Schedule | None, terms: dataset_policy.Terms | None, refusals: Refusals
 ) -> tuple[Plan | None, BudgetExceeded | None]:
-    """The Plan, and what is to be said where the budget leaves too little for its noise to be calibrated."""
+    """The Plan, and the error if the budget leaves too little to calibrate its noise."""
     over, terms = None, terms or dataset_policy.terms(None, "", None)
-    if schedule is None:  # delta can be judged all the same
+    if schedule is None:  # delta can still be checked
         refusals.attempt(resolved_delta, config.privacy.delta, terms["largest_delta"], num_units)
         return None, None
     try:
@@ -273,21 +273,21 @@ def _plan(
         over = error
     except DpllmError as error:
         refusals.add(error)
-    # What it would cost all the same: without the filter, and with no target for a noise multiplier that is given.
+    # Computes the cost anyway: without the filter, and without a target if the recipe sets the noise multiplier.
     relaxed = config.changed({"privacy.epsilon": UNBOUNDED}) if config.privacy.noise_multiplier else config
     try:
         plan = plan_of(relaxed, num_units, largest_delta=terms["largest_delta"])
-    except DpllmError:  # what refuses even that was said already
+    except DpllmError:  # this error was reported above
         return None, over
     return plan.model_copy(update={"target_epsilon": config.privacy.epsilon}), over
 
 
 def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState) -> Plan:
-    """The same promise once more: its noise was calibrated to what was left of the budget then."""
+    """Repeats the promise with its old noise, which was calibrated to what the budget had left then."""
     before = resumed.plan
     assert before is not None
     repeated = config.changed({"privacy.noise_multiplier": before.noise_multiplier, "privacy.delta": before.delta})
-    coefficients = before.coefficients  # no other machine's last bits
+    coefficients = before.coefficients  # another machine's may differ in their last bits
     check_promise(plan_of(repeated, num_units, coefficients=coefficients), before)
     return before
 
@@ -312,18 +312,18 @@ def mechanism_of(
     largest_delta: float = 1.0,
     coefficients: tuple[float, ...] | None = None,
 ) -> Mechanism:
-    """What a recipe with ``privacy.enabled`` runs, with noise that is calibrated where the recipe does not set it.
+    """The mechanism of a recipe with ``privacy.enabled``; its noise is calibrated unless the recipe sets it.
 
     Args:
         config: The recipe.
         num_units: Privacy units without canaries, >= 1.
-        fit: What is left of a Renyi filter that the run is to fit: calibrated noise is then the larger of what meets the
-            target epsilon and what fits. Noise that the recipe names is left as it is, for the ledger to judge.
-        largest_delta: Of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that. Below 1/N itself.
-        coefficients: Of the run that goes on; None: they are optimised for the recipe's steps.
+        fit: The remainder of a Renyi filter that the run has to fit: calibrated noise is then the larger of what meets the target
+            epsilon and what fits. Noise set in the recipe stays, and the ledger judges it.
+        largest_delta: Delta of the dataset's budget, if any: an upper bound on ``privacy.delta: auto``.
+        coefficients: Those of a resumed run; None: they are optimised for the recipe's steps.
 
     Raises:
-        Refused: delta >= 1/N; the given noise exceeds the target; the filter cannot count the event; or bands have no room.
+        Refused: delta >= 1/N; the given noise misses the target; the filter cannot count the event; or bands do not fit.
         BudgetExceeded: No noise makes the run fit.
         ConfigError: The target epsilon cannot be reached.
     """
@@ -363,7 +363,7 @@ def mechanism_of(
 
 
 def _coefficients(config: RunConfig, schedule: Schedule, delta: float, relation: Neighbours) -> tuple[float, ...]:
-    """Of the noise; none where it is independent."""
+    """Coefficients of banded noise; empty for independent noise."""
     privacy, rate = config.privacy, learning_rate_of(config.train)
     if privacy.noise == "independent":
         return ()
@@ -378,10 +378,10 @@ def schedule_of(config: RunConfig, num_units: int) -> Schedule:
 
 
 def num_slots(audit: AuditConfig, data: DataConfig) -> int:
-    """Slots in N: every candidate holds its own, whatever its coin says, and a gradient canary one.
+    """The number of slots in N: every candidate has its own, whatever its coin, and so has a gradient canary.
 
-    Where whole units are drawn, a candidate is one unit that brings all of its repetitions, and holds one slot. Where rows
-    are drawn, each repetition holds one. More repetitions than one unit may bring are a ConfigError.
+    If whole units are sampled, a candidate is one unit with all of its repetitions, and has one slot. If rows are sampled, each
+    repetition has a slot. More repetitions than one unit may have are a ConfigError.
     """
     groups, max_rows = audit.canaries.groups if audit.canaries else {}, data.max_examples_per_unit
     if max_rows is not None and max(groups, default=0) > max_rows:
@@ -394,12 +394,12 @@ def num_slots(audit: AuditConfig, data: DataConfig) -> int:
 
 
 def learning_rate_of(train: TrainConfig) -> LearningRate:
-    """How it goes with the steps."""
+    """The recipe's learning rate as a function of the step."""
     return LearningRate(train.learning_rate, train.lr_scheduler, train.warmup)
 
 
 def check_modes(config: RunConfig) -> None:
-    """Refuses what the recipe alone shows: dropout that couples units."""
+    """Refuses adapter dropout, which couples units."""
     if config.privacy.enabled and isinstance(config.adapter, LoraConfig) and config.adapter.dropout > 0:
         raise Refused(
             f"adapter.dropout is {config.adapter.dropout:g}, and its masks depend on a row's place in the batch, so one unit "

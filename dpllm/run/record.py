@@ -1,7 +1,7 @@
-"""What a run writes down: metrics, checkpoints, the export, and run.json in public and released values only.
+"""Records a run: metrics, checkpoints, the export, and run.json, which holds public and released values only.
 
-Comes in: a prepared run, its steps, and how it ended. Goes out: files, lines on the screen, telemetry. Figures that may not leave
-lie under private/. Only the main process writes anything; in the others every call does nothing.
+Comes in: a prepared run, its steps, and how it ended. Goes out: files, lines on the screen, telemetry. Private figures stay under
+private/. Only the main process writes; in the others every call does nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ INTERRUPTED = (
 
 
 class Recorder:
-    """Writes down one run from its first step to its end, whichever way it ends; use it in a ``with`` statement."""
+    """Records one run from its first step to its end, however it ends; use it in a ``with`` statement."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Recorder:
         *,
         main: bool,
     ) -> None:
-        """Begins when the run is entered; ``started`` is when its preparation began, in seconds since 1970."""
+        """Recording begins with the ``with`` block; ``started`` is when preparation began, in seconds since 1970."""
         self._prepared, self._telemetry, self._main = prepared, telemetry, main
         self._started, self._deadline, self._console, self._screen = started, deadline, console, screen
         self._epsilon_after = EpsilonSpent(prepared.plan)
@@ -69,15 +69,15 @@ class Recorder:
         names = prepared.examples.figures
         figures = [f"eval_{name}_{when}" for name in names for when in ("before", "after")]
         self._step, summary = prepared.first_step, prepared.run.summary
-        stored = read_json(summary) if main and self._step and summary.exists() else {}  # of a run that goes on
+        stored = read_json(summary) if main and self._step and summary.exists() else {}  # of a resumed run
         figures_before: dict[str, float | None] = {name: stored.get(name) for name in figures[::2]}
         self._figures = names
         self._summary = {**dict.fromkeys(figures), "eval_tokens": 0, **figures_before}
         self._saved: int | None = None
-        self._finite = True  # the loss of the last step
-        self._not_finite = 0  # steps with a gradient that is not
-        self._finishing = False  # from then on, run.json says what was done, or that the process was killed
-        # Of a run that was resumed, with another recipe or on another device, what is weaker.
+        self._finite = True  # whether the loss of the last step is finite
+        self._not_finite = 0  # steps with a gradient that is not finite
+        self._finishing = False  # from then on, run.json says how the run ended, or that the process was killed
+        # A run resumed with another recipe or on another device keeps its weaker generator and its deviations.
         before = read_run(prepared.run) if main and prepared.plan and self._step else None
         self._generator = prepared.engine.generator if prepared.plan else None
         if before and before.generator == "philox_gpu":
@@ -104,34 +104,34 @@ class Recorder:
         if error is None or self._finishing or not self._main:
             return
         reason = f"it ended with {type(error).__name__} after step {self._step}"
-        # On a full disk, what stands there says interrupted too.
+        # On a full disk, the existing run.json already says interrupted.
         with self._deadline.writing, contextlib.suppress(OSError):
             self._write_unfinished(self._step, reason)
         self._telemetry.end()
 
-    def step(self, step: int, rate: float, positions: int, seen: Diagnostics) -> None:
-        """Notes step ``step``, counted from 1: learning rate, tokens with padding, and what all ranks saw of its units."""
+    def step(self, step: int, rate: float, positions: int, facts: Diagnostics) -> None:
+        """Records step ``step``, counted from 1: learning rate, tokens with padding, and the figures of all ranks."""
         self._step, engine = step, self._prepared.engine
         if self._projections is not None and engine.projections is not None:
             self._projections.write(step, engine.projections.numpy())
-        self._finite = math.isfinite(seen.loss_sum)
-        self._not_finite += self._prepared.plan is not None and not math.isfinite(seen.norm_sum)
-        loss, norm = (value if math.isfinite(value) else None for value in (seen.loss, seen.norm))
-        private = {"step": step, "loss": loss, "units": seen.units, "clipped": seen.clipped, "norm": norm}
-        by_layer = list(seen.clipped_by_layer)
+        self._finite = math.isfinite(facts.loss_sum)
+        self._not_finite += self._prepared.plan is not None and not math.isfinite(facts.norm_sum)
+        loss, norm = (value if math.isfinite(value) else None for value in (facts.loss, facts.norm))
+        private = {"step": step, "loss": loss, "units": facts.units, "clipped": facts.clipped, "norm": norm}
+        by_layer = list(facts.clipped_by_layer)
         layers = {"clipped_by_layer": by_layer} if by_layer else {}
-        if self._main and by_layer and step == self._prepared.first_step + 1:  # there can be hundreds
+        if self._main and by_layer and step == self._prepared.first_step + 1:  # once, since there can be hundreds
             write_json(self._prepared.run.layers, {"layers": layers_of(engine.parameters)})
         self._log({**private, **layers})
         self._telemetry.step(step, self._epsilon_after(step), rate, private)
         if self._main:
-            self._screen.step(step, self._epsilon_after.words(step), positions, seen.loss if seen.units else None)
+            self._screen.step(step, self._epsilon_after.words(step), positions, facts.loss if facts.units else None)
 
-    def evaluated(self, seen: HeldOut | None, when: Literal["before", "during", "after"]) -> None:
-        """Notes a pass over the held-out rows; None where there are none."""
+    def evaluated(self, held_out: HeldOut | None, when: Literal["before", "during", "after"]) -> None:
+        """Records a pass over the held-out rows; None without such rows."""
         self._screen.end()
-        figures = {name: getattr(seen, name, None) for name in self._figures}
-        # JSON has no word for nan.
+        figures = {name: getattr(held_out, name, None) for name in self._figures}
+        # JSON has no nan.
         finite = {
             name: value if value is not None and math.isfinite(value) else None for name, value in figures.items()
         }
@@ -141,15 +141,15 @@ class Recorder:
         else:
             self._summary |= {f"eval_{name}_{when}": value for name, value in finite.items()}
         if when == "before" and self._main:
-            write_json(self._prepared.run.summary, self._summary)  # a process that is killed writes no more
+            write_json(self._prepared.run.summary, self._summary)  # now, since a killed process writes nothing later
         elif when == "after":
-            self._summary["eval_tokens"] = seen.tokens if seen else 0
+            self._summary["eval_tokens"] = held_out.tokens if held_out else 0
         self._telemetry.evaluated(self._step, loss, finite.get("accuracy"))
         if when == "before" and loss is not None and self._prepared.config.data.eval_public:
             self._console.print(f"Held-out loss before: {loss:.4f} nats per token")
 
     def sampled(self, prompts: Sequence[str], texts: Sequence[str]) -> None:
-        """Notes what the model wrote behind public prompts; released with the weights, where they may leave."""
+        """Records completions of public prompts, which are printed if the weights may be published."""
         samples = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
         self._log({"step": self._step, "samples": samples})
         if not may_publish_weights(self._prepared):
@@ -162,7 +162,7 @@ class Recorder:
             self._console.print(f"Sample of step {self._step}: {line}", markup=False, highlight=False, soft_wrap=True)
 
     def save(self) -> None:
-        """Writes a checkpoint; the learning rate follows from the step."""
+        """Writes a checkpoint."""
         prepared, plan = self._prepared, self._prepared.plan
         if not self._main or self._saved == self._step:
             return
@@ -179,14 +179,14 @@ class Recorder:
             checkpoint.save_resume(prepared.run, prepared.model, prepared.optimizer, state)
 
     def _keep_weights(self, first_M: NDArray[np.float64] | None) -> None:
-        """Where the weights are along the gradient canaries: as they began or, after those that are given, ended."""
+        """Stores the weights along the gradient canaries: at the start, or with ``first_M``, at the end."""
         engine = self._prepared.engine
         assert engine.canaries is not None
         now_M = engine.canaries.along(engine.parameters.values()).numpy()
         keep_weights(self._prepared.run.along, *((now_M,) if first_M is None else (first_M, now_M)))
 
     def finish(self) -> None:
-        """Exports, closes the reservation, writes run.json, in this order: a run that is killed meanwhile can be resumed.
+        """Exports, closes the reservation and writes run.json, in this order, so that a run killed meanwhile can be resumed.
 
         Raises:
             Refused: A weight is not finite; all steps stay charged.
@@ -199,7 +199,7 @@ class Recorder:
         self._finishing = True
         with self._writing():
             if prepared.engine.canaries is not None:
-                with contextlib.suppress(ConfigError):  # a file that is gone is the audit's to say
+                with contextlib.suppress(ConfigError):  # the audit reports a missing file
                     self._keep_weights(read_weights(prepared.run.along)[0])
             checkpoint.export(prepared.model, prepared.tokenizer, prepared.run)
             cost = self._cost(datetime.now(UTC).isoformat(timespec="seconds"))
@@ -209,11 +209,11 @@ class Recorder:
             self._telemetry.end()
             if status == "completed":
                 shutil.rmtree(prepared.run.resume, ignore_errors=True)
-        # Private figures stay out of it, as standard output goes into job logs.
+        # Without private figures, because standard output goes into job logs.
         self._console.print(summary_table(summary(Run(prepared.run, read_run(prepared.run), prepared.config))))
         before, after = (self._summary[f"eval_loss_{when}"] for when in ("before", "after"))
         worse = prepared.held_out and (after is None or (before is not None and after > before))
-        # A log has other readers, and no loss or norm carries noise.
+        # Losses and norms carry no noise, so only a terminal, not a log, may show this.
         if (worse or not self._finite or self._not_finite) and only_seen(self._console):
             self._console.print(
                 "Warning: the run has diverged: a loss or a gradient is not finite, or the held-out loss is above the base "
@@ -223,7 +223,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Leaves time to write, and turns a disk that is full or gone into one line."""
+        """Suspends the deadline while writing, and turns an error of the disk into one line."""
         try:
             with self._deadline.writing:
                 yield
@@ -239,7 +239,7 @@ class Recorder:
                 file.write(json.dumps({**values, "time": round(time.time(), 2)}) + "\n")
 
     def _cost(self, ended: str | None) -> dict[str, Any]:
-        """What the run took until now, which private/summary.json gets with the held-out figures."""
+        """What the run cost so far; written to private/summary.json with the held-out figures."""
         cost = dict(zip(COST, (ended, round(time.time() - self._started, 1), memory.peak_memory()), strict=True))
         longest = self._prepared.units.lengths.full
         write_json(self._prepared.run.summary, {**self._summary, **cost, "units_at_max_length": longest})
@@ -301,20 +301,20 @@ class Recorder:
 
 
 def grown(notes: Sequence[str], before: Sequence[str]) -> list[str]:
-    """The deviations of a run that was resumed: what an earlier attempt gave away stays given away."""
+    """The deviations of a resumed run, which include those of earlier attempts."""
     return list(dict.fromkeys([*notes, *(note for note in before if note != INTERRUPTED)]))
 
 
 def may_publish_figures(prepared: Prepared) -> bool:
-    """Whether held-out figures may leave: of public rows, by weights that may."""
+    """Whether held-out figures may be published: if rows and weights may be."""
     return prepared.config.data.eval_public and may_publish_weights(prepared)
 
 
 def may_publish_weights(prepared: Prepared) -> bool:
-    """Whether the weights, and what follows from them and public values, may leave: with a guarantee, or of public rows alone."""
+    """Whether weights, and what follows from them and public values, may be published: by a guarantee or public rows."""
     return prepared.decision.flaw is None or prepared.config.data.public
 
 
 def may_publish_cost(config: RunConfig) -> bool:
-    """Whether time and memory may leave: they follow from the lengths of all rows that were read."""
+    """Whether time and memory may be published: they depend on the lengths of all rows read."""
     return config.data.public and (config.data.eval is None or config.data.eval_public)

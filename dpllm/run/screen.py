@@ -1,10 +1,9 @@
-"""What a run says while it goes on and when it ends: a bar on a terminal or in a notebook, lines in a log, texts, a last table.
+"""What a run prints: a progress bar on a terminal or in a notebook, lines in a log, sample texts, a final table.
 
-Comes in: steps, epsilon in words, numbers of tokens; public prompts; run.json. Goes out: text on a console, and what the model
-writes behind the prompts, the same on every rank. How fast and how large a step is
-follows from the units that were drawn and from the longest row: it is for whoever sits at the terminal, and is kept in a log
-or in a notebook of public data alone. The loss carries no noise, and stands on a terminal alone. Which steps get a line in a log
-follows from their number.
+Comes in: steps, epsilon in words, numbers of tokens; public prompts; run.json. Goes out: text on a console, and the model's
+completions of the prompts, the same on every rank. Speed and memory of a step depend on the units drawn and on the longest row: a
+terminal shows them, a log or notebook only if the data are public. The loss carries no noise, so only a terminal shows it. Which
+steps get a line in a log depends on their number alone.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ from dpllm.text.prompts import encode, read_prompts
 from dpllm.text.sources import expand
 from dpllm.text.tokens import Lengths, iter_units
 
-LINES = 20  # of a log, about
-LONG = 5.0  # seconds after which a log says what takes them, and a terminal how far a step is
-LATER = 4  # times as long, until it says so again
-TOKENS = 64  # of a text that the model writes, at most
+LINES = 20  # in a log, approximately
+LONG = 5.0  # seconds after which a log says what is running, and a terminal shows progress within a step
+LATER = 4  # factor until a log says so again
+TOKENS = 64  # maximum of a sample text
 
 
 def only_seen(console: Console) -> bool:
-    """Whether what is printed is seen at a terminal and kept nowhere, as far as can be told.
+    """Whether printed text is shown on a terminal and stored nowhere, as far as this can be known.
 
-    A log is no terminal. Neither is a stream of a program that copies what it gets, nor one that wandb records.
+    A log is not a terminal; nor is a stream of a program that copies its input, or one that wandb records.
     """
     file = console.file
     copied = file not in (sys.__stdout__, sys.__stderr__) or "write" in getattr(file, "__dict__", {})
@@ -57,13 +56,13 @@ def only_seen(console: Console) -> bool:
 
 
 def tell_lengths(lengths: Lengths, config: RunConfig, console: Console) -> None:
-    """Warns of rows that are cut or lost; of private ones on a terminal alone."""
+    """Warns of truncated or dropped rows; if they are private, on a terminal only."""
     if (words := lengths.warning(config.data)) and (config.data.public or only_seen(console)):
         console.print(f"Beware: {words}", markup=False, highlight=False, soft_wrap=True)
 
 
 def tell_lengths_of_some(config: RunConfig, table: data.Table, console: Console) -> None:
-    """The same of a thousand rows, before there are tokens, where a terminal shows it; silent without a tokenizer."""
+    """The same for about a thousand rows, before the others are tokenised; silent without a tokenizer."""
     sample, lengths = each_row(table.rows[:: len(table.rows) // 1000 + 1]), Lengths()
     with contextlib.suppress(DpllmError):
         tokenizer = load_tokenizer(config.model, config.data)
@@ -73,14 +72,14 @@ def tell_lengths_of_some(config: RunConfig, table: data.Table, console: Console)
 
 
 class Screen:
-    """Where a run stands, and what takes long before, between and within its steps; use it in a ``with`` statement.
+    """Shows how far a run is, and what takes long before, between and within steps; use it in a ``with`` statement.
 
-    On a terminal a bar of steps, and below it a line that is redrawn and goes away; in a notebook too, of what is public. In a
-    log a line for some of the steps, and one for what takes longer than ``LONG`` and is public, or of public rows.
+    On a terminal, and in a notebook for public figures: a bar of steps, and below it a line for the current task. In a log: a
+    line for some of the steps, and one for public tasks, or tasks on public rows, that take longer than ``LONG``.
     """
 
     def __init__(self, console: Console, *, public: bool = False) -> None:
-        """Shows nothing yet; ``public`` rows may tell anywhere how long they take, and what speed and memory are."""
+        """Shows nothing yet; with ``public`` rows, times, speed and memory may be shown anywhere."""
         self._console, self._shows_cost = console, public or only_seen(console)
         at_terminal = console.is_interactive and console.file.isatty()  # FORCE_COLOR makes a log a terminal of rich's
         notebook = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
@@ -123,33 +122,33 @@ class Screen:
             self._console.print(f"{what}: {words}", markup=False, highlight=False)
 
     def end(self) -> None:
-        """What takes long is over."""
+        """Ends the line of the current task."""
         if self.bar and self._task is not None:
             self.bar.remove_task(self._task)
         self._task, self._what = None, ""
 
     def begin_steps(self, total: int, done: int) -> None:
-        """There are ``total`` steps, of which ``done`` were taken before."""
+        """Starts the bar at ``done`` of ``total`` steps."""
         self._total, self._first = total, done
         if self.bar:
             self._steps = self.bar.add_task("", total=total, completed=done, cost=f"{done}/{total}")
             self.bar.start()
 
     def step(self, step: int, words: str, tokens: int, loss: float | None = None) -> None:
-        """After step ``step``, from 1, of ``tokens`` positions with padding; ``words`` say epsilon, ``loss`` is private."""
+        """Shows step ``step``, from 1, of ``tokens`` positions with padding; ``words`` give epsilon, ``loss`` is private."""
         self.end()
         now = time.monotonic()
-        if not self._first_ended:  # what stands before the first step, and its warm-up, says nothing of the next
+        if not self._first_ended:  # preparation and the warm-up of the first step are not representative
             self._first, self._first_ended, tokens = step, now, 0
         self._tokens += tokens
         cost = self._cost(step, now) if self._shows_cost else ""
-        seen = f"loss {loss:.3f} (private)" if loss is not None and only_seen(self._console) else ""
+        shown_loss = f"loss {loss:.3f} (private)" if loss is not None and only_seen(self._console) else ""
         if self.bar and self._steps is not None:
             of = f"{step}/{self._total}"
-            words = "\n".join(filter(None, (words, seen)))  # one below the other, for 80 columns
+            words = "\n".join(filter(None, (words, shown_loss)))  # on separate lines, to fit 80 columns
             self.bar.update(self._steps, completed=step, description=words, cost=_listed(of, cost))
         elif step % max(1, self._total // LINES) == 0 or step == self._total:
-            line = _listed(f"step {step} of {self._total}", words, seen, cost)
+            line = _listed(f"step {step} of {self._total}", words, shown_loss, cost)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _cost(self, step: int, now: float) -> str:
@@ -170,21 +169,21 @@ def _listed(*parts: str) -> str:
 
 @dataclass(frozen=True)
 class Samples:
-    """The prompts of a recipe, and when the model writes behind them."""
+    """The prompts of a recipe, and when the model completes them."""
 
-    prompts: tuple[str, ...]  # as they may be told
+    prompts: tuple[str, ...]  # as printed
     ids: tuple[tuple[int, ...], ...]  # as the model reads them
-    every: int | None  # steps between two texts of a prompt; None: only after the last step
-    longest: int  # tokens of a prompt and its text, at most
+    every: int | None  # steps between two completions; None: only after the last step
+    longest: int  # maximum tokens of a prompt and its completion
 
     @classmethod
     def of(cls, config: RunConfig, tokenizer: Any, *, main: bool) -> Samples:
-        """Reads them, on the ``main`` rank; ``data.format`` is known, and with messages a prompt is a user's turn.
+        """Reads the prompts on the ``main`` rank; ``data.format`` is resolved, and with messages a prompt is a user's turn.
 
         Raises:
-            ConfigError: The file is one of private data, a prompt leaves no room for a text below ``data.max_length``, or there
-                is none although ``train.sample_every`` is set.
-            DataError: The file cannot be read, or holds something else.
+            ConfigError: The file holds private data, a prompt leaves no room for a completion within ``data.max_length``, or
+                ``train.sample_every`` is set without prompts.
+            DataError: The file cannot be read, or does not hold prompts.
         """
         named, max_tokens = config.train.sample_prompts, config.data.max_length
         if config.train.sample_every is not None and not named:
@@ -195,7 +194,7 @@ class Samples:
                 "prompts."
             )
         read = read_prompts(Path(named)) if isinstance(named, str) and main else named or []
-        prompts = processes.shared(read)  # a file need lie on rank 0's machine alone
+        prompts = processes.shared(read)  # the file is needed only on rank 0's machine
         assert config.data.format != "auto"
         layout = config.data.format, config.data.template
         encoded = [tuple(encode(tokenizer, prompt, number, *layout)) for number, prompt in enumerate(prompts)]
@@ -203,24 +202,24 @@ class Samples:
             if len(ids) >= max_tokens:
                 raise ConfigError(
                     f"train.sample_prompts: prompt {number} has {len(ids)} tokens, and data.max_length {max_tokens} leaves no "
-                    "room for the model's text. Shorten the prompt."
+                    "room for a completion. Shorten the prompt."
                 )
         words = (prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) for prompt in prompts)
         return cls(tuple(words), tuple(encoded), config.train.sample_every, max_tokens)
 
     def due(self, step: int, total: int) -> bool:
-        """Whether texts are written after step ``step`` of ``total``, counted from 1."""
+        """Whether the model completes the prompts after step ``step`` of ``total``, counted from 1."""
         return bool(self.ids) and (step == total or (self.every is not None and step % self.every == 0))
 
     def write(self, model: Any, tokenizer: Any, autocast: Autocast) -> list[str]:
-        """One text behind each prompt, by the likeliest token each time.
+        """Completes each prompt by greedy decoding.
 
-        All ranks make the same forward passes, because a sharded model is gathered by all of them in each.
+        All ranks make the same forward passes, because all of them gather a sharded model in each.
 
         Guarantee:
             The texts are a function of the weights after a step and of public prompts. The Plan's epsilon covers the weights
-            after every step, so the texts are post-processing and spend nothing. Model, random state and hooks are afterwards
-            as they were: no random number is drawn, no gradient is computed, dropout is off meanwhile.
+                after every step, so the texts are post-processing and cost nothing. Model, random state and hooks are unchanged
+                afterwards: no random number is drawn, no gradient is computed, and dropout is off meanwhile.
         """
         device = next(model.parameters()).device
         texts = []
@@ -229,7 +228,7 @@ class Samples:
                 ids = list(prompt)
                 for _ in range(min(TOKENS, self.longest - len(prompt))):
                     ids_1T = torch.tensor([ids], device=device)
-                    with autocast():  # without a cache: it has another class in every family, and a text is short
+                    with autocast():  # no cache: its class differs between families, and the texts are short
                         output = model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False)
                     ids.append(int(output.logits[0, -1].argmax()))
                     if ids[-1] == tokenizer.eos_token_id and not processes.several():
@@ -241,7 +240,7 @@ class Samples:
 
 
 def _is_private(path: Path, data: DataConfig) -> bool:
-    """Whether a file is one of the data that the recipe does not declare public, by whatever name or link."""
+    """Whether a file is among the data not declared public, under any name or link."""
     sources = [(data.train, data.public), (data.eval, data.eval_public)]
     private = [source for source, public in sources if source is not None and not public]
     for place in (Path(name) for source in private for name in expand(source)):
@@ -254,7 +253,7 @@ def _is_private(path: Path, data: DataConfig) -> bool:
 
 
 def summary(ended: Run) -> dict[str, Any]:
-    """What ``dpllm train`` says at the end, in public and released values: losses are None where they are private."""
+    """What ``dpllm train`` prints at the end, in public and released values; private losses are None."""
     record, run, plan = ended.record, ended.directory, ended.plan
     public, root = record.metrics.public, shlex.quote(str(run.root))
     held_out = ended.config.data.eval is not None
@@ -284,7 +283,7 @@ def summary(ended: Run) -> dict[str, Any]:
 
 
 def summary_table(public: dict[str, Any]) -> Table:
-    """The same for people; ``found`` is of ``summary``."""
+    """The result of ``summary`` as a table."""
     title = Text(f"{public['status']}: {public['run']}")
     table = Table(show_header=False, box=box.SIMPLE, title=title, title_justify="left")
     table.add_column(no_wrap=True)

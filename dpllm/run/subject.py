@@ -1,7 +1,7 @@
-"""What is known of a run's training data: how many, whose they are, and what is known of labels that were made private.
+"""The facts about a run's training data: how many units, which dataset, and the record of randomised labels.
 
-Comes in: the recipe, the ledger. Goes out: a ``Subject``, or refusals, which are collected. A loss that takes flipped labels as
-true is biased, and labels that are drawn again cost again, so that the record of them has to be named.
+Comes in: the recipe, the ledger. Goes out: a ``Subject``, or refusals, which are collected. A loss that takes randomised labels
+as true is biased, and labels that are drawn again cost again, so the recipe has to name their record.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class Refusals:
     """Collects refusals, each message once."""
 
     def __init__(self) -> None:
-        """None so far."""
+        """Starts without refusals."""
         self.errors: list[DpllmError] = []
 
     def add(self, error: DpllmError) -> None:
-        """One more."""
+        """Adds a refusal, unless its message is there already."""
         if str(error) not in map(str, self.errors):
             self.errors.append(error)
 
-    def attempt(self, call: Callable[..., Value], *arguments: Any, **more: Any) -> Value | None:
-        """The value of ``call``; None, and one refusal more, where it refuses."""
+    def attempt(self, call: Callable[..., Value], *arguments: Any, **keywords: Any) -> Value | None:
+        """The value of ``call``; None if it refuses, and the refusal is added."""
         try:
-            return call(*arguments, **more)
+            return call(*arguments, **keywords)
         except DpllmError as error:
             self.add(error)
             return None
@@ -57,31 +57,31 @@ class Refusals:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is known of the training data."""
+    """Facts about the training data."""
 
-    num_units: int  # public number of things that are sampled, without canaries: declared or counted
+    num_units: int  # public number of sampled units (or rows), without canaries: declared or counted
     format: layouts.Format
     dataset: str  # the name in the ledger
-    policy: DatasetPolicy | None  # whose they are, what may be done with them; None where that is refused
-    digest: str | None = None  # of the rows that were read, which must be trained on; None where they were only counted
-    reads: str = ""  # from which columns, in one line
-    graph: Graph | None = None  # how much is kept of rows with several owners
-    example: str = ""  # how the model sees a row: the first of data that are declared public, else the shape of any
+    policy: DatasetPolicy | None  # the dataset and what may be done with it; None if that was refused
+    digest: str | None = None  # of the rows read, which must be the ones trained on; None if they were only counted
+    reads: str = ""  # columns that are read, in one line
+    graph: Graph | None = None  # how many rows with several owners are kept
+    example: str = ""  # how the model sees a row: the first row of public data, else only the layout
     rows: Rows | None = field(default=None, repr=False)  # None in another process
-    labels: Labels | None = None  # of preference pairs, where labels were flipped at the source
+    labels: Labels | None = None  # of preference pairs with randomised labels
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """Keys of the recipe that the data decide."""
+        """Keys of the recipe that the data determine."""
         return {"data.format": self.format, "data.label_epsilon": self.labels.epsilon if self.labels else None}
 
 
 def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:
-    """Reads the training data for their number and name, once for many decisions.
+    """Reads the facts about the training data, once for many decisions.
 
     Raises:
         DataError: The training data cannot be read as declared.
-        Refused: The ledger does not permit them to be trained on in this way.
+        Refused: The ledger does not permit training on them in this way.
     """
     refusals = Refusals()
     with open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as ledger:
@@ -93,7 +93,7 @@ def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:
 
 
 def look(config: RunConfig, ledger: Ledger | None, refusals: Refusals, cache: Path | None) -> Subject | None:
-    """What is known of the training data, whose rows are kept in ``cache``; None where they cannot be read as units."""
+    """Facts about the training data, whose rows are kept in ``cache``; None if they cannot be read as units."""
     with scratch() if cache is None else contextlib.nullcontext(cache) as where:
         tell("Reading data.train")
         table = refusals.attempt(data.load_table, config.data.train, config.data, config.data.train_split, where)
@@ -109,7 +109,7 @@ def look(config: RunConfig, ledger: Ledger | None, refusals: Refusals, cache: Pa
     delta = config.privacy.delta if config.privacy.enabled else "auto"
     refusals.attempt(public_units, config.data, len(units), delta)
     fmt = table.format
-    # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.
+    # If the policy refuses, the declared name is shown: the ledger's owner may know what it holds under that name.
     name = policy.dataset if policy else config.privacy.dataset or data.dataset_name(config.data)
     refusals.attempt(_check_words, config, name)
     return Subject(
@@ -129,7 +129,7 @@ def look(config: RunConfig, ledger: Ledger | None, refusals: Refusals, cache: Pa
 
 
 def _check_objective(config: RunConfig, table: data.Table) -> None:
-    """Refuses, with a ConfigError, an objective that does not learn from such rows, and canaries that they cannot hold."""
+    """Refuses, with a ConfigError, an objective that does not learn from this format, and canaries that do not fit it."""
     if not config.objective.learns_from(table.format):
         raise ConfigError(
             f"{table.name}: is {table.reads}, from which train.objective: {config.train.objective} does not learn. Set "
@@ -139,7 +139,7 @@ def _check_objective(config: RunConfig, table: data.Table) -> None:
 
 
 def _check_words(config: RunConfig, dataset: str) -> None:
-    """Refuses, with a ConfigError, a name or a text that no card can hold, before anything is charged."""
+    """Refuses, with a ConfigError, a name or text that no card can hold, before anything is charged."""
     published = names.publishable(config)
     outside = (
         dataset,
@@ -157,57 +157,57 @@ def _check_words(config: RunConfig, dataset: str) -> None:
 
 
 def record_of(path: Path) -> Path:
-    """Where the record of a file of flipped labels lies."""
+    """The path of the record of a file of randomised labels."""
     return path.with_name(path.name.removesuffix(".jsonl") + SUFFIX)
 
 
-def randomised(wanted: DataConfig) -> Path | None:
-    """The first of the files of training data beside which a record lies."""
-    paths = map(Path, expand(wanted.train))
+def randomised(settings: DataConfig) -> Path | None:
+    """The first training file with a record next to it."""
+    paths = map(Path, expand(settings.train))
     return next((path for path in paths if record_of(path) != path and record_of(path).exists()), None)
 
 
-def read_labels(wanted: DataConfig) -> LabelRecord | None:
-    """What is known of the labels of a recipe's training data; None where they are as they were given.
+def read_labels(settings: DataConfig) -> LabelRecord | None:
+    """The record of a recipe's randomised labels; None if labels are not randomised.
 
     Raises:
-        ConfigError: A record lies beside the data and is not named, is damaged, or says another epsilon than the recipe.
-        Refused: The data are not those of the record: labels may have been drawn again.
+        ConfigError: The record next to the data is not named, is damaged, or states another epsilon than the recipe.
+        Refused: The record is of other data: labels may have been drawn again.
     """
-    path = Path(wanted.train) if isinstance(wanted.train, str) else None
-    if wanted.label_record is None:
-        if (file := randomised(wanted)) is not None:
+    path = Path(settings.train) if isinstance(settings.train, str) else None
+    if settings.label_record is None:
+        if (file := randomised(settings)) is not None:
             raise ConfigError(
-                f"data.train {file}: its labels were randomised ({record_of(file).name} lies beside it), and taken as true "
-                f"they would teach a weaker preference. Set data.label_record: {record_of(file)}."
+                f"data.train {file}: its labels were randomised ({record_of(file).name} is next to it); taken as true, they "
+                f"would teach a weaker preference. Set data.label_record: {record_of(file)}."
             )
         return None
     try:
-        record = LabelRecord.checked(read_json(Path(wanted.label_record)))
+        record = LabelRecord.checked(read_json(Path(settings.label_record)))
     except NotAStatement as error:
         raise ConfigError(
-            f"data.label_record {wanted.label_record}: {'; '.join(error.problems[:3])}, so that the loss would be biased, and no "
+            f"data.label_record {settings.label_record}: {'; '.join(error.problems[:3])}, so the loss would be biased, and no "
             "card could be written. Restore the record."
         ) from None
     if path is None or not path.is_file() or sha256(path) != record.file_sha256:
         raise Refused(
-            f"data.train is not the file that data.label_record {wanted.label_record} is about, so nothing says how often its "
+            f"data.train is not the file that data.label_record {settings.label_record} is about, so nothing says how often its "
             "labels were flipped, or how many times. Restore the file, or name its own record."
         )
-    if wanted.label_epsilon not in (None, record.epsilon):
+    if settings.label_epsilon not in (None, record.epsilon):
         raise ConfigError(
-            f"data.label_epsilon {wanted.label_epsilon:g} is not the {record.epsilon:g} of data.label_record, with which the "
+            f"data.label_epsilon {settings.label_epsilon:g} is not the {record.epsilon:g} of data.label_record, with which the "
             "loss would be biased. Remove data.label_epsilon."
         )
     return record
 
 
 def public_units(data: DataConfig, counted: int, delta: float | str = "auto", name: str = "privacy.delta") -> int:
-    """N without canaries: declared, or counted in the data.
+    """N without canaries: as declared, or as counted in the data.
 
     Raises:
-        Refused: Over twice as many were counted as are declared, or ``delta`` (called ``name``) is no guarantee for all.
-            Neither says how many there are.
+        Refused: The count is more than twice the declared number, or ``delta`` (called ``name``) is too large for the count.
+            Neither message reveals the count.
     """
     if (declared := data.public_size) is None:
         return counted

@@ -15,7 +15,7 @@ from dpllm.ledger.values import event_of
 from dpllm.privacy import accounting, embedded
 from dpllm.privacy.events import PureDP, SelfComposed
 from dpllm.privacy.parts import added
-from dpllm.privacy.releases import OTHER, Kind, Statistic, tidy, told
+from dpllm.privacy.releases import OTHER, Kind, Statistic, accuracy_of, tidy
 from dpllm.records import Json
 from dpllm.run.subject import SUFFIX
 from dpllm.statement import released, state
@@ -72,7 +72,7 @@ def _is_statistic(release: Release, rows: int) -> bool:
     if not isinstance(release.event, PureDP) or not statistic.kind or statistic.name != release.statistic:
         return False
     stated = release.mechanism, release.error_95, release.error_of
-    if any(values.differences(stated, told(statistic, rows, release.event.epsilon))):
+    if any(values.differences(stated, accuracy_of(statistic, rows, release.event.epsilon))):
         return False
     if statistic.quantile:  # one of the candidates
         candidates = {tidy(float(number)) for number in statistic.numbers}

@@ -175,7 +175,7 @@ def test_a_twin_of_other_data_is_published_only_where_both_are_public(
     ours = copy.run / "config.yaml"
     ours.write_text(ours.read_text().replace("public: false", "public: true"))
     as_trained(copy.run)
-    assert "not the one that the ledger was told" in dpllm_("audit", copy.run).err
+    assert "not the one that the ledger recorded" in dpllm_("audit", copy.run).err
     edit_recipe(copy.run, "privacy", ledger=str(tmp_path / "gone.sqlite"))
     twin = twin_of(baseline, tmp_path / "twin")
     done("audit", copy.run, "--positive-control", twin)

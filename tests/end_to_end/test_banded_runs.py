@@ -172,7 +172,7 @@ def replanned(path: Path, **changes: Any) -> None:
     edited(run.run, manifest={**manifest, "plan.json": digest(read_json(run.plan))})
 
 
-OTHER_GROUPS = "not the groups that the run began with"
+OTHER_GROUPS = "does not hold the groups that the run began with"
 HARMS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("private/groups.json", lambda path: path.unlink(), OTHER_GROUPS),
     ("private/groups.json", lambda path: path.write_text("{}"), OTHER_GROUPS),

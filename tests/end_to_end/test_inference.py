@@ -384,5 +384,5 @@ def test_a_tokenizer_with_more_tokens_than_its_model_is_refused_before_anything_
     tokenizer = load_tokenizer(ModelConfig(name_or_path=str(more)))
     tokenizer.add_tokens([f"zebra{number}" for number in range(1000)])
     tokenizer.save_pretrained(more)
-    assert "the tokenizer knows" in dpllm_(*place.words("--model", more)).err
+    assert "the tokenizer has" in dpllm_(*place.words("--model", more)).err
     assert not place.runs()

@@ -213,7 +213,7 @@ LIES: dict[str, tuple[Callable[[Path], object], str]] = {
         _block(lambda block: changed(block, ("plan", "epsilon"), lambda value: value / 2)),
         "its own event costs",
     ),
-    "key": (_block(lambda block: {**block, "unheard_of": 1}), "is no privacy block"),
+    "key": (_block(lambda block: {**block, "unheard_of": 1}), "is not a privacy block"),
     "no block": (lambda base: (base / "privacy.json").unlink(), "privacy.json is missing"),
 }
 

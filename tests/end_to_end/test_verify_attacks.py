@@ -83,7 +83,7 @@ def test_a_recipe_without_a_guarantee_has_none_whatever_the_record_says(run: Pat
     assert (answer.code, "changed after the run" in answer.err) == (3, True)
     as_trained(run)
     answer = dpllm_("card", run)
-    assert (answer.code, "not the one that the ledger was told" in answer.err) == (3, True)
+    assert (answer.code, "not the one that the ledger recorded" in answer.err) == (3, True)
     config["privacy"]["ledger"] = str(run / "elsewhere.sqlite")
     (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     done("card", run)

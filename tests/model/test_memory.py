@@ -215,7 +215,7 @@ def test_ranks_agree_on_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank needs more: both measure passes of the same sizes, and find the same."""
     here = Fake(monkeypatch, free=100 * GB, token=GB // 12)
     assert here.fit(recipe()) == 1024
-    monkeypatch.setattr(processes, "least", lambda value: min(value, 3 * value))  # the other needs three times as much
+    monkeypatch.setattr(processes, "minimum", lambda value: min(value, 3 * value))  # the other needs three times more
     assert here.fit(recipe()) == 256
 
 
@@ -232,7 +232,7 @@ def test_ranks_agree_on_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_out_of_memory_in_a_step_says_what_to_set(error: Exception) -> None:
-    words = r"a pass of 96 tokens.*its steps so far stay charged.*: train\.tokens_per_pass: auto"
+    words = r"a pass of 96 tokens.*its steps so far stay charged.*set train\.tokens_per_pass: auto"
     with pytest.raises(ConfigError, match=words), memory.explained(recipe(96), tm.packing()):
         raise error
     words = r"model\.gradient_checkpointing: true"

@@ -44,7 +44,7 @@ def test_one_process_shares_compares_and_adds_nothing() -> None:
     value = object()
     assert processes.shared(value) is value
     assert processes.totals(1.5, 2) == (1.5, 2)
-    assert processes.least(7) == 7
+    assert processes.minimum(7) == 7
     processes.check_equal({"a": 1})
     processes.check_same_weights([torch.ones(2)], 1)
 

@@ -143,7 +143,7 @@ def test_a_manifest_that_was_changed_with_the_files_is_refused_by_the_ledger(tmp
     public = cards.config(data={"public": True}, privacy={"ledger": str(place)})
     run.config.write_text(dump_config(public), encoding="utf-8")
     write_json(run.run, {**record, "manifest": manifest_of(run, public, ended=True)})
-    with pytest.raises(Refused, match="not the one that the ledger was told") as caught:
+    with pytest.raises(Refused, match="not the one that the ledger recorded") as caught:
         open_run(run)
     assert caught.value.reason == "tampered"
     with Ledger(place) as ledger:  # as where the process was killed before it wrote run.json

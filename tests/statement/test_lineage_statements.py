@@ -249,5 +249,5 @@ def test_a_card_whose_block_was_cut_off_is_refused(tmp_path: Path) -> None:
 )
 def test_a_damaged_block_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "privacy.json").write_text(text, encoding="latin-1")
-    with pytest.raises(Refused, match="is no privacy block"):
+    with pytest.raises(Refused, match="is not a privacy block"):
         base_model.of_base(recipe(model={"name_or_path": str(tmp_path)}))
