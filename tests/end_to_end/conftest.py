@@ -54,11 +54,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Pa
     place = make_place(tmp_path_factory.mktemp("finished"), base)
     tiny.write_rows(place.root / "data" / "eval.jsonl", rows(8, start=500))
     place.write(
-        {
-            "data.eval": str(place.root / "data" / "eval.jsonl"),
-            "data.eval_public": True,
-            "audit.canaries": CANARIES,
-        }
+        {"data.eval": str(place.root / "data" / "eval.jsonl"), "data.eval_public": True, "audit.canaries": CANARIES}
     )
     (place.root / "plan.txt").write_text(done("plan", place.recipe, "--json").out)
     done("train", place.recipe)

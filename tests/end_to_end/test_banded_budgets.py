@@ -16,12 +16,7 @@ from dpllm.privacy import renyi
 from dpllm.privacy.events import Gaussian
 
 BANDS, STEPS, ROUNDS, RATE = 3, 8, 3, 3 * 8 / 40
-BANDED = {
-    "privacy.noise": "banded",
-    "privacy.bands": BANDS,
-    "train.steps": STEPS,
-    "privacy.fit_budget": True,
-}
+BANDED = {"privacy.noise": "banded", "privacy.bands": BANDS, "train.steps": STEPS, "privacy.fit_budget": True}
 AUDITED = {"audit.canaries": {"groups": {1: 28}, "references": 100, "digits": 12}, "audit.gradient_canaries": 40}
 TERMS = ("--epsilon", 8, "--delta", 1e-3, "--reason", "a test", "--by", "Ada")
 TORCHLESS = """

@@ -242,12 +242,7 @@ def _occupied(place: Place) -> None:
     ("mistake", "arguments", "code", "message"),
     [
         (_frozen, (), 2, "trained whole layers"),
-        (
-            lambda place: edit_recipe(place.run, "model", quantization="4bit"),
-            (),
-            3,
-            "is quantised, so an adapter",
-        ),
+        (lambda place: edit_recipe(place.run, "model", quantization="4bit"), (), 3, "is quantised, so an adapter"),
         (lambda place: (place.run / "export" / "README.md").unlink(), (), 2, "dpllm card"),
         (_occupied, (), 2, "already holds files"),
         (lambda place: None, ("--output", "EXPORT"), 2, "reserved for the run"),

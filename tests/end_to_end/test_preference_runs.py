@@ -298,10 +298,7 @@ def test_half_of_every_pair_is_not_what_was_committed_to(asked: Place) -> None:
     assert report.claim
     words = report.controls.words.to_json() if report.controls.words else None
     made = summarise(
-        chosen,
-        report.claim,
-        report.settings,
-        AuditContext(promise["limits"], words, report.controls.twin),
+        chosen, report.claim, report.settings, AuditContext(promise["limits"], words, report.controls.twin)
     )
     write_tokens(chosen, folder / "tokens.parquet")
     (folder / "audit.json").write_text(json.dumps({**audit_report, **made.to_json()}))

@@ -332,10 +332,7 @@ def test_other_peoples_rows_are_not_trained_on_what_was_reserved(place: Place, m
         assert [run.steps for run in book.runs("notes")] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"group": 5}, {"group": None}],
-)
+@pytest.mark.parametrize("change", [{"group": 5}, {"group": None}])
 def test_a_damaged_state_is_not_trained_from(
     place: Place, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
 ) -> None:

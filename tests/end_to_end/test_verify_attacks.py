@@ -177,10 +177,7 @@ def test_a_few_bytes_cannot_fill_the_memory(run: Path) -> None:
 def test_events_that_take_minutes_are_refused(run: Path) -> None:
     export = run / "export"
     block = read(export)
-    for numbers, checks in (
-        ({"noise_multiplier": 1e-6}, {"promise"}),
-        ({"num_steps": 10**12}, {"promise"}),
-    ):
+    for numbers, checks in (({"noise_multiplier": 1e-6}, {"promise"}), ({"num_steps": 10**12}, {"promise"})):
         write(export, published.replanned(block, **numbers))
         assert checks <= failing(export)
     step = block["plan"]["event"]
