@@ -261,6 +261,15 @@ def test_what_cannot_be_watched_is_refused_before_anything_is_reserved(
     assert not any(path.is_file() for path in place.run.rglob("*"))
 
 
+def test_a_refused_run_is_counted(place: Place) -> None:
+    terms = ("--epsilon", "0.5", "--delta", "1e-3", "--by", "alice", "--reason", "a test")
+    done("ledger", "init", "notes", *terms, "--ledger", place.ledger)
+    refused("train", place.recipe, code=3)
+    samples = series(done("ledger", "metrics", "--ledger", place.ledger).out)
+    assert samples["dp_ledger_refused_total", (("reason", "over_budget"),)] == 1
+    assert samples["dp_training_budget", (("dataset", "notes"),)] == 0.5
+
+
 def test_a_run_that_fails_says_so_and_the_ledger_keeps_its_heartbeat(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
