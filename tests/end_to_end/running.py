@@ -23,11 +23,13 @@ import yaml
 import dpllm
 from dpllm.cli import main
 from dpllm.ledger import Ledger
+from dpllm.ledger.values import Run
 from dpllm.privacy.engine import StepEngine
 from dpllm.recipe import names
 from dpllm.recipe.config import load_config
 
 Json = dict[str, Any]
+CANARIES = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
 SENTINEL = "Sigrid Forsberg owes 4711"
 NUM_ROWS = 40
 STEPS = 4
@@ -70,6 +72,25 @@ def done(*arguments: object) -> Answer:
     return answer
 
 
+def refused(command: str, *arguments: object, code: int = 2) -> str:
+    """The message of a refusal, without a word of a row: one line on standard error, or one for each that ``plan`` finds."""
+    answer = dpllm_(command, *arguments)
+    assert answer.code == code, answer
+    lines = answer.err.splitlines()
+    assert all(line.startswith(f"dpllm {command}: ") for line in lines), answer.err
+    assert len(lines) == 1 or command == "plan", answer.err
+    assert not answer.out or command in ("plan", "train", "sweep")
+    assert not any(word in answer.out + answer.err for word in SENTINEL.split())
+    return answer.err
+
+
+def unverified(*arguments: object) -> str:
+    """What ``dpllm verify`` prints of something that does not verify."""
+    answer = dpllm_("verify", *arguments)
+    assert answer.code == 4, answer
+    return answer.out
+
+
 def python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Code in a process of its own, with the very package that is tested."""
     paths = [str(Path(dpllm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -89,6 +110,14 @@ def fails_in_step(patch: pytest.MonkeyPatch, number: int) -> list[int]:
         return step(engine, *batches)
 
     patch.setattr(StepEngine, "step", begin)
+    return begun
+
+
+def train_until(patch: pytest.MonkeyPatch, number: int, recipe: Path, *options: object) -> list[int]:
+    """Training that fails in its so-manyth step; returns the steps begun, later runs' too."""
+    begun = fails_in_step(patch, number)
+    with pytest.raises(RuntimeError):
+        dpllm_("train", recipe, *options)
     return begun
 
 
@@ -138,6 +167,18 @@ class Place:
 
     def json(self, name: str) -> Json:
         return dict(json.loads((self.run / name).read_text("utf-8"), parse_constant=_no_constant))
+
+    def runs(self, dataset: str = "notes") -> list[Run]:
+        """The runs of a dataset, as the ledger holds them."""
+        with Ledger(self.ledger) as ledger:
+            return list(ledger.runs(dataset))
+
+    def head(self) -> Any:
+        """The head of the ledger's chain; None where there is no ledger."""
+        if not self.ledger.exists():
+            return None
+        with Ledger(self.ledger) as ledger:
+            return ledger.head()
 
     def write(self, changes: Mapping[str, Any] | None = None) -> Path:
         """Writes the recipe; ``changes`` maps dotted keys to values."""

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 import yaml
-from running import SENTINEL, Answer, Place, as_trained, contents, done, dpllm_, edit_recipe, make_place, rows
+from running import SENTINEL, Place, as_trained, contents, done, dpllm_, edit_recipe, make_place, refused, rows
 
 from dpllm.auditing import shadows
 from dpllm.canaries import canaries
@@ -21,16 +21,6 @@ from dpllm.run import build
 from dpllm.run.directory import RunDir, manifest_of, open_run
 from dpllm.text.data import load_held_out, load_table
 from dpllm.text.prompts import keep_rows
-
-
-def refused(*arguments: object) -> str:
-    """The one line on standard error of a command with a mistake."""
-    answer: Answer = dpllm_("audit", *arguments)
-    assert answer.code == 2, (answer.code, answer.err)
-    assert answer.err.startswith("dpllm audit: ")
-    assert answer.err.count("\n") == 1
-    assert not answer.out
-    return answer.err
 
 
 def test_real_rows_are_scored_in_private(copy: Place) -> None:
@@ -65,22 +55,22 @@ def test_real_rows_are_scored_in_private(copy: Place) -> None:
     ],
 )
 def test_mistakes_with_a_run_are_one_message(finished: Place, arguments: list[str], words: str) -> None:
-    assert words in refused(finished.run, *arguments)
+    assert words in refused("audit", finished.run, *arguments)
 
 
 def test_mistakes_without_a_run_are_one_message(finished: Place, tmp_path: Path) -> None:
-    assert "holds no run" in refused(tmp_path)
+    assert "holds no run" in refused("audit", tmp_path)
     planted = tmp_path / "planted.jsonl"
     planted.write_text('{"coins": "independent"}\n')
-    assert "two separate audits" in refused(tmp_path, "--canaries", planted, "--members")
-    assert "holds no run" in refused(tmp_path / "absent")
-    assert "holds no run" in refused(finished.recipe)
-    assert "is a part of a run" in refused(finished.run / "export")
-    assert f"Type: dpllm audit {finished.run}" in refused(finished.root)
-    assert f"Type: dpllm audit {finished.run}" in refused(finished.run / "config.yaml")
+    assert "two separate audits" in refused("audit", tmp_path, "--canaries", planted, "--members")
+    assert "holds no run" in refused("audit", tmp_path / "absent")
+    assert "holds no run" in refused("audit", finished.recipe)
+    assert "is a part of a run" in refused("audit", finished.run / "export")
+    assert f"Type: dpllm audit {finished.run}" in refused("audit", finished.root)
+    assert f"Type: dpllm audit {finished.run}" in refused("audit", finished.run / "config.yaml")
     adapter = tmp_path / "adapter"
     shutil.copytree(finished.run / "export", adapter)
-    assert "is a model trained elsewhere" in refused(adapter, "--base", "builtin:tiny")
+    assert "is a model trained elsewhere" in refused("audit", adapter, "--base", "builtin:tiny")
 
 
 def test_audits_at_the_same_time_are_all_counted(copy: Place) -> None:
@@ -110,7 +100,7 @@ def test_canaries_that_were_never_planted_give_no_verdict(tmp_path: Path, base: 
     run.private.mkdir(parents=True)
     canaries.save(plan, run.canaries)
     done("train", place.recipe)
-    assert "every coin said out" in refused(place.run)
+    assert "every coin said out" in refused("audit", place.run)
     assert not (run.export / "audit").exists()
 
 
@@ -156,17 +146,17 @@ def test_a_twin_on_which_the_attack_fails_is_said(copy: Place, baseline: Place, 
 def test_a_twin_that_proves_nothing_is_refused(
     copy: Place, baseline: Place, tmp_path: Path, changes: dict[str, object], words: str
 ) -> None:
-    assert words in refused(copy.run, "--twin", twin_of(baseline, tmp_path / "twin", **changes))
+    assert words in refused("audit", copy.run, "--twin", twin_of(baseline, tmp_path / "twin", **changes))
 
 
 def test_what_is_no_twin_is_refused(copy: Place, baseline: Place, tmp_path: Path) -> None:
-    assert "was trained with differential privacy" in refused(copy.run, "--twin", copy.run)
+    assert "was trained with differential privacy" in refused("audit", copy.run, "--twin", copy.run)
     twin = twin_of(baseline, tmp_path / "twin")
     recipe = yaml.safe_load((twin / "config.yaml").read_text())
     recipe["train"]["steps"] += 1
     (twin / "config.yaml").write_text(yaml.safe_dump(recipe))
     as_trained(twin)
-    assert "section train" in refused(copy.run, "--twin", twin)
+    assert "section train" in refused("audit", copy.run, "--twin", twin)
 
 
 def test_a_twin_of_other_data_is_published_only_where_both_are_public(
@@ -198,9 +188,9 @@ def test_what_training_fixed_has_to_be_there(copy: Place) -> None:
     (copy.run / "plan.json").write_text(json.dumps(loose.to_json()), encoding="utf-8")
     record["manifest"]["plan.json"] = loose.digest
     (copy.run / "run.json").write_text(json.dumps(record), encoding="utf-8")
-    assert "fixes no tests" in refused(copy.run)
+    assert "fixes no tests" in refused("audit", copy.run)
     (copy.run / "private" / "canaries.json").unlink()
-    assert "canaries.json: is missing" in refused(copy.run)
+    assert "canaries.json: is missing" in refused("audit", copy.run)
 
 
 def test_shadows_stand_in_the_report(copy: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import random
-import stat
 
 import cards
 import pytest
@@ -28,7 +27,6 @@ from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, RunConfig, dump_config
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
-from dpllm.statement.audit_bounds import Claim
 from dpllm.statement.run_files import read_plan
 
 CANARIES = {"groups": {1: 120, 8: 10}, "digits": 12, "references": 150}
@@ -151,20 +149,6 @@ def test_the_report_names_what_it_is_about(memorised):
     assert written == {"schema_version": written["schema_version"], **report}
 
 
-def test_anyone_can_recompute_the_report_from_the_export_alone(memorised):
-    run, _, report = memorised
-    tokens = read_tokens(run.export / "audit" / "tokens.parquet")
-    assert len(tokens.canary_ids) == 280
-    claim = Claim(**report["claim"])
-    again = summary.summarise(
-        tokens,
-        claim,
-        AuditSettings.pick(report["settings"]),
-        summary.AuditContext(limits=json.loads(run.plan.read_text()).get("limits"), words=report["controls"]["words"]),
-    ).to_json()
-    assert again == {key: report[key] for key in again}
-
-
 def test_a_run_without_privacy_is_found_out_by_its_rows_before_its_secrets(base, tmp_path):
     """The whole row entered the loss; what a secret gives away is the same, whatever else was scored."""
     run, plan = make_run(base, tmp_path, adapter="frozen", private=False)
@@ -177,19 +161,6 @@ def test_a_run_without_privacy_is_found_out_by_its_rows_before_its_secrets(base,
     assert report["attacks"]["calibrated"]["auc"] > of_secrets["attacks"]["calibrated"]["auc"] + 0.1
     assert report["epsilon_lower_bound"]["value"] > of_secrets["epsilon_lower_bound"]["value"] + 1
     assert all(of_secrets[name] == report[name] for name in ("exposure", "extraction", "sampling"))
-
-
-def test_no_canary_text_leaves_the_private_directory(memorised):
-    run, plan, _ = memorised
-    published = b"".join(
-        path.read_bytes() for path in run.root.rglob("*") if path.is_file() and run.private not in path.parents
-    )
-    assert (run.export / "audit" / "tokens.parquet").exists()
-    for canary in (*plan.canaries, *plan.references):
-        assert canary.secret.encode() not in published
-        assert canary.carrier.encode() not in published
-    assert plan.salt.encode() not in published
-    assert stat.S_IMODE(run.canaries.stat().st_mode) == 0o600
 
 
 def test_an_adapter_that_learned_nothing_is_not_accused(base, tmp_path):

@@ -9,19 +9,14 @@ import dp_accounting as dp
 import pytest
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
-from running import Place, done, dpllm_, fails_in_step, make_place, python
+from running import Place, done, make_place, python, refused, train_until
 
 from dpllm.ledger import Ledger, admission
 from dpllm.privacy import renyi
 from dpllm.privacy.events import Gaussian
 
 BANDS, STEPS, ROUNDS, RATE = 3, 8, 3, 3 * 8 / 40
-BANDED = {
-    "privacy.noise": "banded",
-    "privacy.bands": BANDS,
-    "train.steps": STEPS,
-    "privacy.fit_budget": True,
-}
+BANDED = {"privacy.noise": "banded", "privacy.bands": BANDS, "train.steps": STEPS, "privacy.fit_budget": True}
 AUDITED = {"audit.canaries": {"groups": {1: 28}, "references": 100, "digits": 12}, "audit.gradient_canaries": 40}
 TERMS = ("--epsilon", 8, "--delta", 1e-3, "--reason", "a test", "--by", "Ada")
 TORCHLESS = """
@@ -76,9 +71,7 @@ def test_its_noise_fits_what_the_filter_allows(whole: Place) -> None:
 
 def test_the_next_run_is_refused(whole: Place) -> None:
     second = ("--privacy.fit_budget", "false", "--output_dir", whole.root / "second")
-    answer = dpllm_("train", whole.recipe, *second)
-    assert answer.code == 3
-    assert "% of epsilon 8 used, and this run would use" in answer.err
+    assert "% of epsilon 8 used, and this run would use" in refused("train", whole.recipe, *second, code=3)
     with Ledger(whole.ledger) as book:
         assert len(book.runs("notes")) == 1
         assert book.refusals() == {("notes", "over_budget"): 1}
@@ -98,9 +91,7 @@ def test_an_early_stop_counts_the_rounds_that_were_begun(place: Place, monkeypat
     """Five of eight steps are two rounds of three groups: once it is reconciled, the third round is free again."""
     place.write(BANDED)
     init(place)
-    fails_in_step(monkeypatch, 5)
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe)
+    train_until(monkeypatch, 5, place.recipe)
     sigma = place.json("plan.json")["noise_multiplier"]
 
     def left() -> tuple[float, float]:
@@ -110,21 +101,20 @@ def test_an_early_stop_counts_the_rounds_that_were_begun(place: Place, monkeypat
         assert account.budget is not None
         assert account.budget.order is not None
         order = account.budget.order
-        one = RdpAccountant([order], dp.NeighboringRelation.REPLACE_SPECIAL).compose(rounds(sigma, 1))
-        cost = float(one._rdp[0])
+        one_round = RdpAccountant([order], dp.NeighboringRelation.REPLACE_SPECIAL).compose(rounds(sigma, 1))
+        cost = float(one_round._rdp[0])
         return admission.filter_allowance(account.budget) / cost, admission.filter_spent(account, order) / cost
 
     assert left() == pytest.approx((ROUNDS, ROUNDS), rel=2e-3)
     ask = ("--output_dir", place.root / "next", "--privacy.noise_multiplier", sigma)
-    answer = dpllm_("train", place.recipe, *ask, "--train.steps", 3)
-    assert answer.code == 3
-    assert "and this run would use" in answer.err  # an interrupted run stays charged in full
-    with Ledger(place.ledger) as book:
-        (entry,) = [run.reservation.entry for run in book.runs("notes")]
+    assert "and this run would use" in refused(
+        "train", place.recipe, *ask, "--train.steps", 3, code=3
+    )  # an interrupted run stays charged in full
+    (entry,) = [run.reservation.entry for run in place.runs()]
     done("ledger", "reconcile", entry, "--ledger", place.ledger, *TERMS[4:])
     assert left()[1] == pytest.approx(2, rel=1e-6)
-    answer = dpllm_("train", place.recipe, *ask, "--train.steps", 4)
-    assert answer.code == 3
-    assert "and this run would use" in answer.err  # of four steps, the last begins a round of its own
+    assert "and this run would use" in refused(
+        "train", place.recipe, *ask, "--train.steps", 4, code=3
+    )  # of four steps, the last begins a round of its own
     done("train", place.recipe, *ask, "--train.steps", 3)
     assert left()[1] == pytest.approx(3, rel=1e-6)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from running import Place, charged, done, dpllm_, fails_in_step
+from running import Place, charged, done, refused, train_until
 
 from dpllm.ledger import Ledger
 from dpllm.privacy.engine import StepEngine
 
 
 def test_an_error_in_a_step_leaves_a_record_and_the_charge(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails_in_step(monkeypatch, 1)
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe)
+    train_until(monkeypatch, 1, place.recipe)
     record = place.json("run.json")
     assert (record["status"], record["guarantee"]["holds"]) == ("interrupted", False)
     assert "RuntimeError" in record["guarantee"]["reason"]
@@ -50,7 +48,5 @@ def test_overwriting_keeps_what_was_spent_even_in_the_run_directory(place: Place
 
 @pytest.mark.parametrize("part", ["private", "export", "private/deeper"])
 def test_a_ledger_where_a_new_run_would_delete_it_is_refused(place: Place, part: str) -> None:
-    answer = dpllm_("train", place.recipe, "--privacy.ledger", place.run / part / "ledger.sqlite")
-    assert answer.code == 2
-    assert "Keep it elsewhere" in answer.err
+    assert "Keep it elsewhere" in refused("train", place.recipe, "--privacy.ledger", place.run / part / "ledger.sqlite")
     assert not place.run.exists()

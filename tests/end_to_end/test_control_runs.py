@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tiny
-from running import Place, done, dpllm_, fails_in_step, make_place, rows
+from running import CANARIES, Place, done, make_place, refused, rows, train_until
 
 from dpllm.recipe.config import load_config
 from dpllm.text import data, layouts
@@ -35,27 +35,23 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Pat
             "data.control": CODES,
             "data.eval": str(tiny.write_rows(place.root / "data" / "eval.jsonl", coded(8, 500))),
             "train.checkpoint_every": 1,
-            "audit.canaries": {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12},
+            "audit.canaries": CANARIES,
         }
     )
     released = place.root / "describe.json"
     done("describe", place.recipe, "--epsilon", 4, "--shares", SHARES, "--output", released)
     with pytest.MonkeyPatch.context() as patch:
-        fails_in_step(patch, 3)
-        with pytest.raises(RuntimeError):
-            dpllm_("train", place.recipe)
+        train_until(patch, 3, place.recipe)
     return place
 
 
 @pytest.fixture(scope="module")
 def finished(stopped: Place) -> Place:
     """The same run, with other codes or data refused first."""
-    answer = dpllm_("train", stopped.recipe, "--resume", "--data.control", "[visit]")
-    assert (answer.code, "data.control differs" in answer.err) == (3, True), answer.err
+    assert "data.control differs" in refused("train", stopped.recipe, "--resume", "--data.control", "[visit]", code=3)
     held = stopped.train.read_bytes()
     stopped.train.write_bytes(held.replace(b'"home"', b'"away"', 1))
-    answer = dpllm_("train", stopped.recipe, "--resume")
-    assert (answer.code, "holds other units" in answer.err) == (3, True), answer.err
+    assert "holds other units" in refused("train", stopped.recipe, "--resume", code=3)
     stopped.train.write_bytes(held)
     done("train", stopped.recipe, "--resume")
     return stopped

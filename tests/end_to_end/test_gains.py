@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ledger_stores import adopt
-from running import Place, charged, done, dpllm_, fails_in_step
+from running import Place, charged, done, dpllm_, train_until
 from safetensors.torch import load_file, save_file
 
 from dpllm.errors import ConfigError
@@ -25,9 +25,7 @@ def test_a_frozen_first_factor_is_published_as_it_started(place: Place, monkeypa
     """Also of a run that goes on where another random start would be drawn."""
     place.write({"adapter.lora_a": "frozen", "train.checkpoint_every": 1})
     started = loading.build(load_config(place.recipe), torch.device("cpu")).state_dict()
-    fails_in_step(monkeypatch, 3)
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe)
+    train_until(monkeypatch, 3, place.recipe)
     seed, manual_seed = 1, torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda _: manual_seed(seed))
     assert "adapter.lora_a" in dpllm_("train", place.recipe, "--resume", "--adapter.lora_a", "trained").err
@@ -54,9 +52,7 @@ def test_momentum_goes_on_where_it_stopped(place: Place, monkeypatch: pytest.Mon
         return state
 
     monkeypatch.setattr(checkpoint, "load_resume", look)
-    fails_in_step(monkeypatch, 3)
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe)
+    train_until(monkeypatch, 3, place.recipe)
     done("train", place.recipe, "--resume")
     assert seen
     assert all(bool(entry["momentum_buffer"].any()) for entry in seen)
@@ -132,8 +128,8 @@ def test_an_adapter_without_a_statement_is_of_unknown_data(started: Place) -> No
     assert (base["guarantee"], base["dataset"], base["adapter"]) == (False, None, True)
     assert base["files_digest"] == digest({name: sha256(folder / name) for name in base_model.ADAPTER})
     assert record["guarantee"]["holds"] is True
-    said = "start/export, from which this model was made, states no"
-    assert any(note.startswith(said) for note in record["deviations"])
+    deviation = "start/export, from which this model was made, states no"
+    assert any(note.startswith(deviation) for note in record["deviations"])
     done("card", started.run)
     done("verify", started.run / "export")
     text = (started.run / "export" / "README.md").read_text("utf-8")
@@ -190,17 +186,17 @@ def test_damaged_weights_are_refused(started: Place) -> None:
     folder = started.root / "start" / "export"
     net = loading.build(load_config(started.recipe), torch.device("cpu"))
     weights = folder / "adapter_model.safetensors"
-    whole, content = load_file(weights), weights.read_bytes()
+    tensors, content = load_file(weights), weights.read_bytes()
     for damaged in (b"", b"garbage", content[:-100], None):
         weights.unlink() if damaged is None else weights.write_bytes(damaged)
         with pytest.raises(ConfigError, match=r"cannot be read .* Use an undamaged copy"):
             adapters.start_from(net, folder)
-    name, one = max(whole.items())
-    for broken in (one * float("nan"), one / 0, one.to(torch.int8), one.to(torch.cfloat)):
-        save_file({**whole, name: broken}, weights)
+    name, tensor = max(tensors.items())
+    for broken in (tensor * float("nan"), tensor / 0, tensor.to(torch.int8), tensor.to(torch.cfloat)):
+        save_file({**tensors, name: broken}, weights)
         with pytest.raises(ConfigError, match=f"{name} has a value that is not finite"):
             adapters.start_from(net, folder)
-    save_file(whole, weights)
+    save_file(tensors, weights)
     adapters.start_from(net, folder, sha256(weights))
 
 
@@ -243,9 +239,7 @@ def test_changed_weights_and_pickle_are_refused(started: Place) -> None:
 
 def test_a_resumed_run_started_from_the_adapter_that_it_names(started: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     started.write({"model.adapter": str(started.root / "start" / "export"), "train.checkpoint_every": 1})
-    fails_in_step(monkeypatch, 3)
-    with pytest.raises(RuntimeError):
-        dpllm_("train", started.recipe)
+    train_until(monkeypatch, 3, started.recipe)
     folder = started.root / "start" / "export"
     block = (folder / "privacy.json").rename(started.root / "kept")
     card = (folder / "README.md").rename(started.root / "card")

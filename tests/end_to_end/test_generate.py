@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from running import Place, contents, done, dpllm_, edit_recipe
+from running import Place, contents, done, dpllm_, edit_recipe, refused
 
 from dpllm.errors import ConfigError, DataError
 from dpllm.publish import generate
@@ -53,9 +53,7 @@ def test_run_export_and_merged_model_write_the_same(finished: Place, merged: Pat
     wanted = texts(finished.run, *arguments)
     assert texts(merged, *arguments) == wanted
     assert texts(finished.run / "export", *arguments, "--base", finished.base) == wanted
-    answer = dpllm_("generate", finished.run / "export", *arguments, *FEW)
-    assert answer.code == 2
-    assert "--base" in answer.err
+    assert "--base" in refused("generate", finished.run / "export", *arguments, *FEW)
 
 
 def test_the_adapter_is_what_writes(finished: Place) -> None:
@@ -87,12 +85,12 @@ def test_prompts_of_a_file_are_continued_in_order(finished: Place, tmp_path: Pat
 
 def test_many_prompts_at_a_time_give_the_texts_of_each_alone(finished: Place) -> None:
     loaded = generate.load(finished.run)
-    asked = ["Anna", "Anna bought seven plums at the old market", "Who came to the blue house?", "A"]
+    questions = ["Anna", "Anna bought seven plums at the old market", "Who came to the blue house?", "A"]
     settings = {"temperature": 0.0, "max_new_tokens": 12}
-    together = generate.sample(loaded, asked, 2, **settings)
-    alone = [generate.sample(loaded, [prompt], 1, **settings)[0].text for prompt in asked]
+    together = generate.sample(loaded, questions, 2, **settings)
+    alone = [generate.sample(loaded, [prompt], 1, **settings)[0].text for prompt in questions]
     assert [item.text for item in together] == [text for text in alone for _ in range(2)]
-    assert [item.prompt for item in together] == [prompt for prompt in asked for _ in range(2)]
+    assert [item.prompt for item in together] == [prompt for prompt in questions for _ in range(2)]
     assert len(set(alone)) > 1
 
 
@@ -164,7 +162,7 @@ def test_an_end_token_ends_a_text(finished: Place) -> None:
     ],
 )
 def test_mistakes_are_one_line_each(finished: Place, arguments: tuple[str, ...], message: str) -> None:
-    answer = dpllm_("generate", finished.run, *arguments)
+    answer = dpllm_("generate", finished.run, *arguments)  # what it says about privacy stands before the message
     assert answer.code == 2
     assert message in answer.err
     assert answer.err.splitlines()[-1].startswith("dpllm generate: ")

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import tiny
-from running import done, dpllm_
+from running import done, dpllm_, refused
 from voting import ROWS, TOKENS, Json, Place, shares_of
 
 import dpllm
@@ -32,21 +32,25 @@ def test_figures_of_quality_are_public_only_where_all_that_they_read_is(place: P
     held = [{"text": tiny.sentence(n + 90), "visit": ("home", "ward")[n % 2]} for n in range(12)]
     held_out = tiny.write_rows(place.root / "held.jsonl", held)
     declared = (f"--{public}", "true") if public else ()
-    said = done(*place.words(*shares_of(place), "--data.eval", held_out, *declared))
+    answer = done(*place.words(*shares_of(place), "--data.eval", held_out, *declared))
     file = place.root / "rows-private" / "quality.json"
-    assert (said.err, str(file.parent) in said.out, file.stat().st_mode & 0o077) == ("", True, 0)
+    assert (answer.err, str(file.parent) in answer.out, file.stat().st_mode & 0o077) == ("", True, 0)
     private, record = json.loads(file.read_text("utf-8")), place.record()
-    told, kept = record["quality"]["figures"], private["figures"]
+    public_figures, private_figures = record["quality"]["figures"], private["figures"]
     assert private["public"] == record["quality"]
     allowed = {"data.public": {"training"}, "data.eval_public": {"evaluation"}, None: set()}[public]
-    assert all(synthetic.reads(name) <= {"synthetic", "released", *allowed} for name in told)
-    assert not any(synthetic.reads(name) <= {"synthetic", "released", *allowed} for name in kept)
-    both = {**told, **kept}
-    assert (told["rows: synthetic"], both["rows: training"], both["rows: evaluation"]) == (record["rows"], 40, 12)
+    assert all(synthetic.reads(name) <= {"synthetic", "released", *allowed} for name in public_figures)
+    assert not any(synthetic.reads(name) <= {"synthetic", "released", *allowed} for name in private_figures)
+    both = {**public_figures, **private_figures}
+    assert (public_figures["rows: synthetic"], both["rows: training"], both["rows: evaluation"]) == (
+        record["rows"],
+        40,
+        12,
+    )
     assert {"visit by TSTR: accuracy", "visit by TRTR: accuracy", "share of home: released"} <= both.keys()
     assert "with 8 words of any training row" in both
-    assert ("visit by TSTR: accuracy" in told) == (public == "data.eval_public")
-    assert ("with 8 words of any training row" in told) == (public == "data.public")
+    assert ("visit by TSTR: accuracy" in public_figures) == (public == "data.eval_public")
+    assert ("with 8 words of any training row" in public_figures) == (public == "data.public")
     assert f"| rows | {record['rows']} |" in (place.output / "README.md").read_text("utf-8")
     done("verify", place.output, "--ledger", place.ledger)
 
@@ -74,8 +78,8 @@ def test_evaluation_rows_that_a_run_refuses_are_refused_while_that_is_free(place
         tiny.write_rows(held, [{"text": tiny.sentence(n + 90)} for n in range(40)])
         who = ("--by", "ada", "--reason", "test", "--unit", "example", "--ledger", place.ledger)
         done("ledger", "init", "others", "--data", held, "--epsilon", 1, "--delta", 1e-3, *who)
-    answer = dpllm_(*place.words("--data.eval", held, "--data.eval_public", "true"))
-    assert answer.code == (2 if wrong == "absent" else 3), answer.err
+    options = ("--data.eval", held, "--data.eval_public", "true")
+    refused(*place.words(*options), code=2 if wrong == "absent" else 3)
     assert not place.ledger.exists() or place.runs() == []
 
 

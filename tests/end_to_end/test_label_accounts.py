@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny
-from running import Place, done, dpllm_
+from running import Place, done, refused
 from test_label_runs import trained_on
 from test_preference_runs import asked, pairs  # noqa: F401
 
@@ -20,10 +20,10 @@ PLAIN = ("--privacy.enabled", "false", "--data.public", "true", "--audit.canarie
 
 def drawn(place: Place, name: str, start: int, *more: object) -> Path:
     """Three labels for each of 20 annotators, at epsilon 1.5 each."""
-    given = tiny.write_rows(place.root / "data" / f"{name}.jsonl", pairs(60, start))
+    pairs_file = tiny.write_rows(place.root / "data" / f"{name}.jsonl", pairs(60, start))
     output = place.root / "data" / f"{name}.flipped.jsonl"
     options = ("--unit", "who", "--max-labels", "3", "--dataset", "notes", "--ledger", place.ledger)
-    done("randomize-labels", given, "--epsilon", "1.5", *options, "--output", output, *more)
+    done("randomize-labels", pairs_file, "--epsilon", "1.5", *options, "--output", output, *more)
     return output
 
 
@@ -77,9 +77,8 @@ def test_budgets_of_labels_by_command(asked: Place) -> None:  # noqa: F811
     drawn(asked, "second", 1000)
     third = tiny.write_rows(asked.root / "third.jsonl", pairs(20, 2000))
     more = ("--epsilon", "0.1", "--unit", "who", "--max-labels", "1", "--dataset", "notes", "--ledger", asked.ledger)
-    answer = dpllm_("randomize-labels", third, *more)
-    assert (answer.code, answer.err.count("\n")) == (3, 1)
-    assert "100% of epsilon 9 used, and this run would use another 1.11%" in answer.err
+    message = refused("randomize-labels", third, *more, code=3)
+    assert "100% of epsilon 9 used, and this run would use another 1.11%" in message
     assert "100% of epsilon 9 used" in " ".join(done("ledger", "show", "--ledger", asked.ledger).out.split())
 
 
@@ -87,7 +86,5 @@ def test_a_second_draw_by_command_states_the_sum(asked: Place) -> None:  # noqa:
     data = drawn(asked, "first", 0)
     options = ("--epsilon", "1.5", "--unit", "who", "--max-labels", "3", "--dataset", "notes", "--ledger", asked.ledger)
     command = ("randomize-labels", data.with_name("first.jsonl"), *options, "--output", data.with_name("more.jsonl"))
-    answer = dpllm_(*command)
-    assert answer.code == 3
-    assert "costs epsilon 4.5 more for one who, 9 in all" in answer.err
+    assert "costs epsilon 4.5 more for one who, 9 in all" in refused(*command, code=3)
     assert "now holds epsilon 9 for one who" in " ".join(done(*command, "--again").out.split())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tiny
-from running import Place, as_trained, done, dpllm_, fails_in_step
+from running import Place, as_trained, done, dpllm_, refused, train_until, unverified
 from test_preference_runs import MEMORISES, asked, pairs  # noqa: F401
 
 from dpllm.canaries import canaries
@@ -51,7 +51,7 @@ def test_the_new_file_has_the_same_pairs_and_nothing_that_tells_a_label(flipped:
     assert {frozenset(row) for row in after} == {frozenset({"who", "prompt", "chosen", "rejected"})}
     assert [{row["chosen"], row["rejected"]} for row in after] == [{r["chosen"], r["rejected"]} for r in before]
     assert [(row["who"], row["prompt"]) for row in after] == [(row["who"], row["prompt"]) for row in before]
-    swapped = sum(one["chosen"] != other["chosen"] for one, other in zip(before, after, strict=True))
+    swapped = sum(one["chosen"] != new_row["chosen"] for one, new_row in zip(before, after, strict=True))
     assert 5 <= swapped <= 45  # of 80, each with probability 0.269
 
 
@@ -76,9 +76,9 @@ def test_the_ledger_keeps_labels_in_an_account_of_their_own(flipped: tuple[Place
     done("train", place.recipe, *trained_on(output))
     with Ledger(place.ledger) as ledger:
         assert set(ledger.datasets()) == {"labels of notes", "notes"}
-        (mine,) = ledger.runs("labels of notes")
-        assert (mine.event, mine.reservation.unit, mine.state) == (PureDP(4.0), "who", "completed")
-        assert mine.reservation.relation == "label_changed"
+        (draw,) = ledger.runs("labels of notes")
+        assert (draw.event, draw.reservation.unit, draw.state) == (PureDP(4.0), "who", "completed")
+        assert draw.reservation.relation == "label_changed"
         # Nothing of the labels is in the account of the pairs.
         (run,) = ledger.runs("notes")
         assert run.reservation.relation == "zero_out"
@@ -130,24 +130,20 @@ def test_label_privacy_alone_promises_nothing_for_texts(flipped: tuple[Place, Pa
 
 def drawn_again(place: Place, output: Path) -> None:
     """Somebody flips the labels of the file once more."""
-    some = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in lines(output)[:3]]
-    tiny.write_rows(output, [*some, *lines(output)[3:]])
+    swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in lines(output)[:3]]
+    tiny.write_rows(output, [*swapped, *lines(output)[3:]])
 
 
 def test_labels_that_are_drawn_again_on_resume_are_refused(flipped: tuple[Place, Path]) -> None:
     place, output = flipped
     with pytest.MonkeyPatch.context() as patch:
-        fails_in_step(patch, 3)
-        with pytest.raises(RuntimeError):
-            dpllm_("train", place.recipe, *trained_on(output), "--train.checkpoint_every", "1")
-    again = (*trained_on(output), "--train.checkpoint_every", "1", "--resume")
-    kept = output.read_bytes()
+        train_until(patch, 3, place.recipe, *trained_on(output), "--train.checkpoint_every", "1")
+    resume = (*trained_on(output), "--train.checkpoint_every", "1", "--resume")
+    content = output.read_bytes()
     drawn_again(place, output)
-    answer = dpllm_("train", place.recipe, *again)
-    assert answer.code == 3
-    assert "not the file that data.label_record" in answer.err
-    output.write_bytes(kept)
-    done("train", place.recipe, *again)
+    assert "not the file that data.label_record" in refused("train", place.recipe, *resume, code=3)
+    output.write_bytes(content)
+    done("train", place.recipe, *resume)
 
 
 def other_epsilon(run: Path) -> None:
@@ -174,40 +170,36 @@ def test_a_statement_about_other_labels_does_not_verify(
     with pytest.MonkeyPatch.context() as patch:  # a card that does not verify is not even written
         patch.setattr(verification, "insist", lambda *arguments: None)
         break_(place.run)
-    answer = dpllm_("verify", place.run)
-    assert answer.code == 4
-    assert f"failed    {line}" in answer.out
+    assert f"failed    {line}" in unverified(place.run)
 
 
-def test_a_ledger_without_these_labels_is_seen(flipped: tuple[Place, Path], tmp_path: Path) -> None:
-    _, output = flipped
-    with Ledger(tmp_path / "other.sqlite"):
-        pass
-    answer = dpllm_("verify", record_of(output), "--ledger", tmp_path / "other.sqlite")
-    assert answer.code == 4
-    assert "has no entry" in answer.out
+@pytest.mark.parametrize("case", ["in another ledger", "reserved and not charged"])
+def test_labels_that_the_ledger_did_not_charge_do_not_verify(flipped: tuple[Place, Path], case: str) -> None:
+    """A mutant asks only whether the entry is there."""
+    place, output = flipped
+    record = json.loads(record_of(output).read_text())
+    if case == "in another ledger":
+        place.ledger.rename(place.root / "moved.sqlite")
+    with Ledger(place.ledger) as ledger:
+        claim = reserve_all(ledger, record["dataset"], [RunRequest(PureDP(4.0), 1e-9, 1, "who", "label_changed")])[0]
+    entry = record["entry"] if case == "in another ledger" else claim.entry
+    record_of(output).write_text(json.dumps({**record, "entry": entry}))
+    words = "has no entry" if case == "in another ledger" else "charged for 0 steps"
+    assert words in unverified(record_of(output), "--ledger", place.ledger)
 
 
 # --- bad input, one line each ------------------------------------------------------------------------------------------------
 
 
-def refused(code: int, words: str, *arguments: object) -> None:
-    answer = dpllm_(*arguments)
-    assert answer.code == code, answer
-    assert words in answer.err
-    assert answer.err.count("\n") == 1
-
-
 def test_labels_are_randomised_once(flipped: tuple[Place, Path]) -> None:
     place, output = flipped
     command = ("randomize-labels", "--epsilon", "1", "--ledger", place.ledger, "--output", place.root / "again.jsonl")
-    refused(3, "were randomised before (labels of notes in the ledger)", *command, place.train)
-    refused(3, "were randomised already", *command, output)
+    assert "were randomised before (labels of notes in the ledger)" in refused(*command, place.train, code=3)
+    assert "were randomised already" in refused(*command, output, code=3)
     # A copy with the answers as they are now, without its record, is the same data.
     shutil.copy(output, place.root / "copy.jsonl")
-    refused(3, "were randomised before", *command, place.root / "copy.jsonl")
-    with Ledger(place.ledger) as ledger:
-        assert len(ledger.runs("labels of notes")) == 1
+    assert "were randomised before" in refused(*command, place.root / "copy.jsonl", code=3)
+    assert len(place.runs("labels of notes")) == 1
 
 
 def test_a_draw_that_died_is_paid_and_its_labels_are_drawn_again_only_at_a_second_price(
@@ -224,47 +216,48 @@ def test_a_draw_that_died_is_paid_and_its_labels_are_drawn_again_only_at_a_secon
         patch.setattr(labels, "flipped", dies)
         assert dpllm_(*command).code == 1
     assert not (place.root / "own.randomized.jsonl").exists()
-    refused(3, "One never ended", *command)
+    assert "One never ended" in refused(*command, code=3)
     done(*command, "--again")
-    with Ledger(place.ledger) as ledger:
-        assert [run.event for run in ledger.runs("labels of own")] == [PureDP(1.0)] * 2
-    refused(3, "were randomised before", *command, "--output", place.root / "third.jsonl")
+    assert [run.event for run in place.runs("labels of own")] == [PureDP(1.0)] * 2
+    assert "were randomised before" in refused(*command, "--output", place.root / "third.jsonl", code=3)
 
 
 def test_what_cannot_be_randomised_or_trained_on_is_one_line(flipped: tuple[Place, Path]) -> None:
     place, output = flipped
     other = tiny.write_rows(place.root / "others.jsonl", pairs(40, start=900))
     flip = ("randomize-labels", other, "--ledger", place.ledger)
-    refused(2, "more than --max-labels 1 labels", *flip, "--epsilon", "1", "--unit", "who", "--max-labels", "1")
-    refused(2, "go together", *flip, "--epsilon", "1", "--unit", "who")
-    refused(2, "--epsilon", *flip, "--epsilon", "0")
-    refused(2, "is there already", *flip, "--epsilon", "1", "--output", output)
+    assert "more than --max-labels 1 labels" in refused(*flip, "--epsilon", "1", "--unit", "who", "--max-labels", "1")
+    assert "go together" in refused(*flip, "--epsilon", "1", "--unit", "who")
+    assert "--epsilon" in refused(*flip, "--epsilon", "0")
+    assert "is there already" in refused(*flip, "--epsilon", "1", "--output", output)
     text = tiny.write_rows(place.root / "text.jsonl", [{"text": "a"}])
-    refused(2, "which format preference reads", "randomize-labels", text, "--ledger", place.ledger, "--epsilon", "1")
+    assert "which format preference reads" in refused(
+        "randomize-labels", text, "--ledger", place.ledger, "--epsilon", "1"
+    )
     with Ledger(place.ledger) as ledger:
         assert ledger.datasets() == ["labels of notes"]  # none of these was charged
     train = ("train", place.recipe)
-    refused(2, "were randomised (flipped.labels.json lies beside it)", *train, "--data.train", output)
-    refused(3, "not the file that", *train, "--data.train", other, *trained_on(output)[2:])
-    refused(2, "sets how often they are wrong", *train, *trained_on(output), "--train.label_smoothing", "0.1")
-    refused(2, "is not the 1 of data.label_record", *train, *trained_on(output), "--data.label_epsilon", "2")
+    assert "were randomised (flipped.labels.json lies beside it)" in refused(*train, "--data.train", output)
+    assert "not the file that" in refused(*train, "--data.train", other, *trained_on(output)[2:], code=3)
+    assert "sets how often they are wrong" in refused(*train, *trained_on(output), "--train.label_smoothing", "0.1")
+    assert "is not the 1 of data.label_record" in refused(*train, *trained_on(output), "--data.label_epsilon", "2")
     stored = json.loads(record_of(output).read_text("utf-8"))
     record_of(output).write_text(json.dumps(stored | {"probability": 0.1}), encoding="utf-8")
-    refused(2, f"data.label_record {record_of(output)}: ", *train, *trained_on(output))
+    assert f"data.label_record {record_of(output)}: " in refused(*train, *trained_on(output))
 
 
 def test_every_label_gets_a_coin_of_its_own(flipped: tuple[Place, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """All flipped, none flipped: what the coin says is what happens, for each row by itself."""
     place, _ = flipped
     for number, coins in enumerate(([True], [False], [True, False])):
-        said = [coins[row % len(coins)] for row in range(40)]
-        turns = iter(said)
+        flips = [coins[row % len(coins)] for row in range(40)]
+        turns = iter(flips)
         monkeypatch.setattr(labels, "flipped", lambda epsilon, below, turns=turns: next(turns))
         own = tiny.write_rows(place.root / f"own{number}.jsonl", pairs(40, start=2000 + 200 * number))
         output = place.root / f"out{number}.jsonl"
         done("randomize-labels", own, "--epsilon", "1", "--ledger", place.ledger, "--output", output)
         swapped = [a["chosen"] != b["chosen"] for a, b in zip(lines(own), lines(output), strict=True)]
-        assert swapped == said
+        assert swapped == flips
 
 
 def flips(root: Path, rows: list[Json], *more: object, name: str = "given") -> Any:
@@ -292,9 +285,9 @@ def test_what_else_a_message_says_stays_behind(tmp_path: Path) -> None:
 def test_the_same_labels_in_another_layout_are_not_drawn_again(tmp_path: Path) -> None:
     """A mutant hashes the prompt apart: a common beginning of both answers makes another one."""
     rows = [{"prompt": f"Question {n}:", "chosen": f"the {n} one", "rejected": f"the  other {n}"} for n in range(6)]
-    whole = [{name: f"{row['prompt']} {row[name]}" for name in ("chosen", "rejected")} for row in rows]
+    joined = [{name: f"{row['prompt']} {row[name]}" for name in ("chosen", "rejected")} for row in rows]
     assert flips(tmp_path, rows).code == 0
-    answer = flips(tmp_path, whole, name="whole")
+    answer = flips(tmp_path, joined, name="whole")
     assert answer.code == 3
     assert "randomised before" in answer.err
 
@@ -339,28 +332,6 @@ def test_flipped_labels_are_not_taken_as_true_however_they_are_named(flipped: tu
     place, output = flipped
     named = f"[{output}]" if way == "list" else f"{str(output)[:-1]}*"
     assert "its labels were randomised" in dpllm_("plan", place.recipe, "--data.train", named).err
-
-
-@pytest.mark.parametrize("changed", [{"epsilon": 1e4}, {"epsilon": 1e-17}, {"epsilon": 3.0}, {"unit_epsilon": 1.0}])
-def test_a_record_that_contradicts_itself_trains_nothing(flipped: tuple[Place, Path], changed: Json) -> None:
-    place, output = flipped
-    record = json.loads(record_of(output).read_text())
-    record_of(output).write_text(json.dumps({**record, **changed}))
-    answer = dpllm_("plan", place.recipe, *trained_on(output))
-    assert answer.code in (2, 3)
-    assert answer.err.count("\n") == 1
-
-
-def test_labels_whose_entry_was_reserved_and_not_charged_do_not_verify(flipped: tuple[Place, Path]) -> None:
-    """A mutant asks only whether the entry is there."""
-    place, output = flipped
-    record = json.loads(record_of(output).read_text())
-    with Ledger(place.ledger) as ledger:
-        claim = reserve_all(ledger, record["dataset"], [RunRequest(PureDP(4.0), 1e-9, 1, "who", "label_changed")])[0]
-    record_of(output).write_text(json.dumps({**record, "entry": claim.entry}))
-    answer = dpllm_("verify", record_of(output), "--ledger", place.ledger)
-    assert answer.code != 0
-    assert "charged for 0 steps" in answer.out
 
 
 def audited_labels(place: Place, output: Path, *more: str) -> Json:

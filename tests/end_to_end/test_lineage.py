@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ledger_stores import adopt
 from published import changed
-from running import Place, done, dpllm_, fails_in_step
+from running import Place, done, refused, train_until
 from safetensors.torch import load_file, save_file
 
 from dpllm.errors import ConfigError, Refused
@@ -122,30 +122,26 @@ def test_an_adapter_is_started_from_on_the_statement_that_it_was_trained_on(chil
 
 def test_a_resumed_run_stands_on_the_base_that_it_started_from(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever changed: the files, the statement alone, a statement that is gone."""
-    fails_in_step(monkeypatch, 3)
     every = ("--train.checkpoint_every", "1")
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe, *again(place, *every))
+    train_until(monkeypatch, 3, place.recipe, *again(place, *every))
     block, card, run = place.base / "privacy.json", place.base / "README.md", RunDir(place.run)
-    kept, text, record = block.read_bytes(), card.read_bytes(), run.run.read_bytes()
-    changed = json.loads(kept)
+    statement, text, record = block.read_bytes(), card.read_bytes(), run.run.read_bytes()
+    changed = json.loads(statement)
     changed["composed"]["entry"] = "0" * 16
     block.write_text(json.dumps(changed))
 
-    def said() -> str:
-        answer = dpllm_("train", place.recipe, *again(place, *every), "--resume")
-        assert answer.code == 3, answer
-        return " ".join(answer.err.split())
+    def refusal_of_resume() -> str:
+        return refused("train", place.recipe, *again(place, *every), "--resume", code=3)
 
-    assert "model.name_or_path no longer holds the files and the privacy statement that" in said()
+    assert "model.name_or_path no longer holds the files and the privacy statement that" in refusal_of_resume()
     block.unlink()
     card.unlink()
-    assert "none is found now: it was removed, or the Hub cannot be reached" in said()
+    assert "none is found now: it was removed, or the Hub cannot be reached" in refusal_of_resume()
     earlier = json.loads(record)
     run.run.write_text(json.dumps({**earlier, "lineage": None}))
-    block.write_bytes(kept)
+    block.write_bytes(statement)
     card.write_bytes(text)
-    assert "model.name_or_path no longer holds" in said()
+    assert "model.name_or_path no longer holds" in refusal_of_resume()
     del earlier["lineage"]  # of a version that wrote none
     run.run.write_text(json.dumps(earlier))
     same_lineage(None, run.load_config(), run)
@@ -162,9 +158,9 @@ def test_a_base_that_was_exchanged_is_not_merged_into(child: Place, tmp_path: Pa
     done("merge", copy.run, "--output", tmp_path / "well")
     for name in ("privacy.json", "README.md"):
         (copy.base / name).unlink()
-    answer = dpllm_("merge", copy.run, "--output", tmp_path / "out")
-    assert answer.code == 3
-    assert "is not the base model that the run was trained on" in answer.err
+    assert "is not the base model that the run was trained on" in refused(
+        "merge", copy.run, "--output", tmp_path / "out", code=3
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -223,9 +219,7 @@ def test_a_base_that_lies_is_refused(place: Place, name: str) -> None:
     lie, message = LIES[name]
     lie(place.base)
     before = (place.base.parent / "ledger.sqlite").read_bytes()
-    answer = dpllm_("plan", place.recipe, *again(place))
-    assert answer.code == 3, answer.err
-    assert message in answer.err
+    assert message in refused("plan", place.recipe, *again(place), code=3)
     assert (place.base.parent / "ledger.sqlite").read_bytes() == before
 
 
@@ -248,10 +242,10 @@ def test_a_model_of_the_hub_is_read_where_it_is_cached(parent: Place, hub: Path,
         named = config.model.model_copy(update={"name_or_path": name})
         return base_model.of_base(config.model_copy(update={"model": named}), fetch=fetch)
 
-    here, there = seen(str(parent.root / "clinic-notes")), seen("org/clinic-notes")
-    assert here is not None
-    assert there is not None
-    assert there.statement == here.statement.model_copy(update={"name": "org/clinic-notes"})
+    local, cached = seen(str(parent.root / "clinic-notes")), seen("org/clinic-notes")
+    assert local is not None
+    assert cached is not None
+    assert cached.statement == local.statement.model_copy(update={"name": "org/clinic-notes"})
     assert seen("org/nothing") is None
     block = json.loads((hub / "privacy.json").read_text("utf-8"))
     files = {name: sha for name, sha in block["files"].items() if name not in ("config.json", "model.safetensors")}

@@ -13,7 +13,8 @@ import tiny
 import torch
 import transformers
 import yaml
-from running import SENTINEL, Place, contents, done, dpllm_, edit_recipe
+from published import read
+from running import SENTINEL, Place, contents, done, dpllm_, edit_recipe, refused
 from safetensors.torch import load_file, save_file
 
 from dpllm.auditing.scores import score_canaries
@@ -31,22 +32,6 @@ from dpllm.statement import privacy_record, section
 CPU = torch.device("cpu")
 IDS = torch.tensor([[0, 40, 41, 42, 43, 44], [7, 8, 9, 10, 11, 12]])
 Json = dict[str, Any]
-
-
-def refused(place: Place, *arguments: object, code: int = 2) -> str:
-    """The one line on standard error of a command with a mistake, which writes nothing."""
-    before = contents(place.root)
-    answer = dpllm_("merge", place.run, *arguments)
-    assert answer.code == code, answer.err
-    assert answer.err.startswith("dpllm merge: ")
-    assert answer.err.count("\n") == 1
-    assert not answer.out
-    assert contents(place.root) == before
-    return answer.err
-
-
-def block_of(directory: Path) -> Json:
-    return dict(json.loads((directory / "privacy.json").read_text("utf-8")))
 
 
 # The model
@@ -156,11 +141,11 @@ def test_weights_are_written_in_the_type_of_the_recipe(tmp_path: Path, dtype: st
 
 
 def test_the_statement_is_the_same_but_for_the_files(finished: Place, merged: Path) -> None:
-    before, after = block_of(finished.run / "export"), block_of(merged)
+    before, after = read(finished.run / "export"), read(merged)
     adapter = {"adapter_config.json", "adapter_model.safetensors"}
     assert after["merged_from"] == {"files": {name: before["files"][name] for name in adapter}}
-    rest = {key: value for key, value in after.items() if key not in ("files", "merged_from")}
-    assert rest == {key: value for key, value in before.items() if key not in ("files", "merged_from")}
+    unchanged = {key: value for key, value in after.items() if key not in ("files", "merged_from")}
+    assert unchanged == {key: value for key, value in before.items() if key not in ("files", "merged_from")}
     assert after["guarantee"] is True
     assert not adapter & after["files"].keys()
     assert {"model.safetensors", "config.json", "tokenizer.json", "audit/audit.json"} <= after["files"].keys()
@@ -174,8 +159,8 @@ def test_the_card_is_that_of_a_plain_model(finished: Place, merged: Path) -> Non
     text = (merged / "README.md").read_text("utf-8")
     matter = section.front_matter(text)
     assert matter["library_name"] == "transformers"
-    assert matter["privacy"] == card.matter(privacy_record.read(block_of(merged)))
-    assert section.parts(text) == card.render(privacy_record.read(block_of(merged)))
+    assert matter["privacy"] == card.matter(privacy_record.read(read(merged)))
+    assert section.parts(text) == card.render(privacy_record.read(read(merged)))
     use = text.split("\n## Use\n")[1].split("\n## ")[0]
     assert "AutoModelForCausalLM.from_pretrained(here)" in use
     assert "peft" not in use
@@ -218,7 +203,7 @@ def test_the_run_itself_is_left_alone_and_a_second_merge_replaces_the_first(copy
 
 def test_a_run_without_privacy_merges_with_its_warning(baseline: Place, tmp_path: Path) -> None:
     done("merge", baseline.run, "--output", tmp_path / "out")
-    assert block_of(tmp_path / "out")["guarantee"] is False
+    assert read(tmp_path / "out")["guarantee"] is False
     text = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert section.parts(text)["banner"].startswith("> **No differential privacy guarantee")
     done("verify", tmp_path / "out")
@@ -242,12 +227,7 @@ def _occupied(place: Place) -> None:
     ("mistake", "arguments", "code", "message"),
     [
         (_frozen, (), 2, "trained whole layers"),
-        (
-            lambda place: edit_recipe(place.run, "model", quantization="4bit"),
-            (),
-            3,
-            "is quantised, so an adapter",
-        ),
+        (lambda place: edit_recipe(place.run, "model", quantization="4bit"), (), 3, "is quantised, so an adapter"),
         (lambda place: (place.run / "export" / "README.md").unlink(), (), 2, "dpllm card"),
         (_occupied, (), 2, "already holds files"),
         (lambda place: None, ("--output", "EXPORT"), 2, "reserved for the run"),
@@ -260,4 +240,6 @@ def test_mistakes_are_one_line_each(
 ) -> None:
     mistake(copy)
     words = [copy.run / "export" / "x" if word == "EXPORT" else word for word in arguments]
-    assert message in refused(copy, *words, code=code)
+    before = contents(copy.root)
+    assert message in refused("merge", copy.run, *words, code=code)
+    assert contents(copy.root) == before

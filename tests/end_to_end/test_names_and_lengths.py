@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from running import Place, done, dpllm_, make_place, rows
+from running import Place, done, dpllm_, make_place, refused, rows
 
 import dpllm
 from dpllm.ledger import Ledger
@@ -45,8 +45,7 @@ def test_what_no_card_can_hold_is_refused_by_plan(place: Place, key: str) -> Non
         tiny.write_rows(place.root / bad / "train.jsonl", rows())
         changes[key] = str(place.root / bad / "train.jsonl")
     for command in ("plan", "train"):
-        answer = dpllm_(command, place.write(changes))
-        assert (answer.code, "card" in answer.err) == (2, True), answer.err
+        assert "card" in refused(command, place.write(changes))
     assert not place.ledger.exists()
 
 
@@ -54,8 +53,7 @@ def test_what_no_card_can_hold_is_refused_by_plan(place: Place, key: str) -> Non
     "name", ["two\nlines", "\u202eturned", "/home/alice/notes", "~/notes", "<script>", "class=1/notes"]
 )
 def test_a_name_that_the_ledger_or_a_card_cannot_show_is_refused_by_plan(place: Place, name: str) -> None:
-    answer = dpllm_("plan", place.write({"privacy.dataset": name}))
-    assert (answer.code, "name" in answer.err) == (2, True)
+    assert "name" in refused("plan", place.write({"privacy.dataset": name}))
 
 
 LONG = {"prompt": "seven plums " * 100, "completion": "yes"}
@@ -64,25 +62,25 @@ SHORT = {"prompt": "Anna", "completion": "bought plums"}
 
 def seen(place: Place, *words: object) -> str:
     """What a terminal shows of a command."""
-    mine, its = pty.openpty()
+    master, slave = pty.openpty()
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(dpllm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "dpllm", *map(str, words)], stdin=its, stdout=its, stderr=its, env=env
+        [sys.executable, "-m", "dpllm", *map(str, words)], stdin=slave, stdout=slave, stderr=slave, env=env
     )
-    os.close(its)
+    os.close(slave)
     result = b""
     while True:
         try:
-            part = os.read(mine, 2**16)
+            part = os.read(master, 2**16)
         except OSError:  # the end of a terminal
             part = b""
         if not part:
             break
         result += part
-    os.close(mine)
+    os.close(master)
     assert process.wait() == 0, result.decode()
     return result.decode()
 
@@ -95,8 +93,7 @@ def test_a_run_that_learns_nothing_is_refused_before_it_is_reserved_and_leaves_n
     changes = {"data.max_length": 64, "data.public": public}
     terms = ("--epsilon", 90, "--delta", 1e-2, "--by", "alice", "--reason", "a test", "--ledger", place.ledger)
     done("ledger", "init", "notes", *terms)
-    with Ledger(place.ledger) as ledger:
-        before = ledger.head()
+    before = place.head()
     answer = dpllm_("train", place.write(changes))
     assert (answer.code, "no row has a token left to learn" in answer.err) == (2, True), answer.err
     assert "plums" not in answer.err + answer.out

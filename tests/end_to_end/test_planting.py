@@ -7,7 +7,7 @@ import stat
 
 import pytest
 import tiny
-from running import done, dpllm_, make_place, rows
+from running import done, dpllm_, make_place, refused, rows
 
 from dpllm.canaries import canaries
 from dpllm.recipe.sections import CanaryConfig
@@ -33,9 +33,7 @@ def manifest(place):
 @pytest.mark.parametrize("command", ["plan", "train"])
 def test_secrets_in_prompts_are_refused_where_rows_have_none_before_anything_is_drawn(place, command):
     place.write({"audit.canaries": {**FEW, "place": "prompt"}})
-    refused = dpllm_(command, place.recipe)
-    assert refused.code == 2
-    assert "rows of format text have no prompt" in " ".join((refused.out + refused.err).split())
+    assert "rows of format text have no prompt" in refused(command, place.recipe)
     assert not manifest(place).exists()
     assert not place.ledger.exists()
 
@@ -56,29 +54,30 @@ def test_training_plants_what_was_planned_and_never_twice(planned):
     assert build.draw_canaries(config, run, False, None, None).commitment != plan.commitment
 
 
-def test_canaries_of_another_recipe_are_refused_before_anything_is_charged(planned):
-    planned.write({"audit.canaries": {**FEW, "digits": 11}})
-    before = manifest(planned).read_bytes()
-    answer = dpllm_("train", planned.recipe)
-    assert answer.code == 2
-    assert "planned for another recipe" in answer.err
-    assert manifest(planned).read_bytes() == before
-    assert not planned.ledger.exists()
-
-
-def test_a_recipe_without_canaries_loses_no_planned_ones(planned):
-    planned.write()
-    answer = dpllm_("train", planned.recipe)
-    assert (answer.code, "something else" in answer.err) == (2, True)
-    assert manifest(planned).exists()
-
-
-def test_an_altered_plan_is_refused(planned):
+def other_coin(planned):
     value = json.loads(manifest(planned).read_text())
     value["canaries"][0]["inserted"] = not value["canaries"][0]["inserted"]
     manifest(planned).write_text(json.dumps(value))
-    answer = dpllm_("train", planned.recipe)
-    assert (answer.code, "does not match its own commitment" in answer.err) == (2, True)
+
+
+OTHER_PLANS = {
+    "of another recipe": (
+        lambda planned: planned.write({"audit.canaries": {**FEW, "digits": 11}}),
+        "planned for another recipe",
+    ),
+    "of a recipe without canaries": (lambda planned: planned.write(), "something else"),
+    "altered": (other_coin, "does not match its own commitment"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PLANS)
+def test_canaries_that_the_recipe_did_not_plan_stay_and_nothing_is_charged(planned, name):
+    change, words = OTHER_PLANS[name]
+    change(planned)
+    before = manifest(planned).read_bytes()
+    assert words in refused("train", planned.recipe)
+    assert manifest(planned).read_bytes() == before
+    assert not planned.ledger.exists()
 
 
 def plant(place, kind, **changes):
@@ -127,5 +126,4 @@ def test_where_people_are_the_unit_a_canary_is_one_of_them(place):
     plant(place, "random_tokens", **unit)
     plan = place.json("plan.json")
     assert (plan["canary_slots"], plan["dataset_size"], plan["unit"]) == (15, 13 + 15, "person")
-    answer = dpllm_("plan", place.recipe, "--data.max_examples_per_unit", "2")
-    assert (answer.code, "belong to one person" in answer.err) == (2, True)
+    assert "belong to one person" in refused("plan", place.recipe, "--data.max_examples_per_unit", "2")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from running import Place, charged, done, dpllm_, fails_in_step
+from running import Place, charged, done, dpllm_, fails_in_step, refused
 
 from dpllm.auditing import attacks
 from dpllm.auditing.summary import AuditContext, summarise
@@ -32,10 +32,15 @@ PAIRS = {"train.objective": "dpo", "train.beta": 0.5, "privacy.noise_multiplier"
 
 
 def pairs(count: int, start: int = 0) -> list[dict[str, Any]]:
-    some = [tiny.sentence(number) for number in range(start, start + 2 * count)]
+    sentences = [tiny.sentence(number) for number in range(start, start + 2 * count)]
     return [
-        {"who": f"p{number % 20}", "prompt": "Say", "chosen": f"yes {one}", "rejected": f"no {other} {one[:9]}"}
-        for number, (one, other) in enumerate(zip(some[::2], some[1::2], strict=True))
+        {
+            "who": f"p{number % 20}",
+            "prompt": "Say",
+            "chosen": f"yes {chosen}",
+            "rejected": f"no {rejected} {chosen[:9]}",
+        }
+        for number, (chosen, rejected) in enumerate(zip(sentences[::2], sentences[1::2], strict=True))
     ]
 
 
@@ -92,16 +97,16 @@ def resumed_reference(place: Place, damaged: bool = False) -> None:
         fails_in_step(patch, 3)
         with contextlib.suppress(RuntimeError):
             dpllm_("train", place.recipe, "--train.checkpoint_every", "1")
-    kept, seen, call = place.run / "private" / "references.npz", list[float](), PairLoss.__call__
-    with np.load(kept) as file:
+    references, seen, call = place.run / "private" / "references.npz", list[float](), PairLoss.__call__
+    with np.load(references) as file:
         before = file["sampled"]
     if damaged:
-        kept.write_bytes(kept.read_bytes()[:100])
+        references.write_bytes(references.read_bytes()[:100])
 
-    def look(self: PairLoss, nll_R: Any, some: Any) -> Any:
-        if not set(some.reference_R.tolist()) <= {0.0}:  # of the self-check
-            seen.extend(some.reference_R.tolist())
-        return call(self, nll_R, some)
+    def look(self: PairLoss, nll_R: Any, batch: Any) -> Any:
+        if not set(batch.reference_R.tolist()) <= {0.0}:  # of the self-check
+            seen.extend(batch.reference_R.tolist())
+        return call(self, nll_R, batch)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PairLoss, "__call__", look)
@@ -143,10 +148,10 @@ def test_a_reference_with_the_adapter_on_is_seen(asked: Place, monkeypatch: pyte
     """The mutant: a pair is compared with the model that has learned already."""
     losses = StepEngine.losses
 
-    def with_the_adapter(self: StepEngine, some: Any) -> Any:
+    def with_the_adapter(self: StepEngine, batch: Any) -> Any:
         with torch.no_grad():
-            nll_R = row_sums(self._token_losses(some).nll_M.double(), some.rows)
-        return losses(self, replace(some, reference_R=nll_R))
+            nll_R = row_sums(self._token_losses(batch).nll_M.double(), batch.rows)
+        return losses(self, replace(batch, reference_R=nll_R))
 
     monkeypatch.setattr(StepEngine, "losses", with_the_adapter)
     with pytest.raises(AssertionError, match="<="):
@@ -168,10 +173,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_recipe_that_fits_no_pairs_is_one_line_and_spends_nothing(asked: Place, what: str) -> None:
     arguments, words = WRONG[what]
-    answer = dpllm_("train", asked.recipe, *arguments)
-    assert answer.code == 2
-    assert words in answer.err
-    assert answer.err.count("\n") == 1
+    assert words in refused("train", asked.recipe, *arguments)
     assert not asked.ledger.exists()
 
 
@@ -222,12 +224,12 @@ def test_an_audit_with_canary_pairs_is_published_and_verifies(asked: Place) -> N
     assert dpllm_("verify", asked.run).code == 0
     text = (asked.run / "private" / "canaries.json").read_text()
     pair = next(canary for canary in json.loads(text)["canaries"] if canary["rejected"])
-    told = [
+    published_texts = [
         path.read_text(errors="replace")
         for path in (asked.run / "export").rglob("*.*")
         if path.suffix != ".safetensors"
     ]
-    assert not any(pair["carrier"] in item for item in told)
+    assert not any(pair["carrier"] in item for item in published_texts)
 
 
 @pytest.mark.parametrize(("longest", "count"), [(12, 40), (128, 0)])
@@ -283,25 +285,22 @@ def test_half_of_every_pair_is_not_what_was_committed_to(asked: Place) -> None:
     audit_report = audited(asked, "{1: 20}")
     folder = asked.run / "export" / "audit"
     tokens = read_tokens(folder / "tokens.parquet")
-    whole = {item.name: getattr(tokens, item.name) for item in dataclasses.fields(tokens)}
+    fields = {item.name: getattr(tokens, item.name) for item in dataclasses.fields(tokens)}
     kept_S = np.array([not name.endswith("-") for name in tokens.canary_ids])
     kept_N = kept_S[tokens.sequence_N]
-    for name, value in whole.items():
+    for name, value in fields.items():
         if isinstance(value, tuple):
-            whole[name] = tuple(item for item, kept in zip(value, kept_S, strict=True) if kept)
+            fields[name] = tuple(item for item, kept in zip(value, kept_S, strict=True) if kept)
         else:
-            whole[name] = value[kept_N if name.endswith("_N") else kept_S]
-    whole["sequence_N"] = (np.cumsum(kept_S) - 1)[whole["sequence_N"]]
-    whole["word_N"] = np.unique(whole["word_N"], return_inverse=True)[1]
-    chosen = TokenTable(**whole)
+            fields[name] = value[kept_N if name.endswith("_N") else kept_S]
+    fields["sequence_N"] = (np.cumsum(kept_S) - 1)[fields["sequence_N"]]
+    fields["word_N"] = np.unique(fields["word_N"], return_inverse=True)[1]
+    chosen = TokenTable(**fields)
     report, promise = read_audit(folder / "audit.json"), asked.json("plan.json")
     assert report.claim
     words = report.controls.words.to_json() if report.controls.words else None
     made = summarise(
-        chosen,
-        report.claim,
-        report.settings,
-        AuditContext(promise["limits"], words, report.controls.twin),
+        chosen, report.claim, report.settings, AuditContext(promise["limits"], words, report.controls.twin)
     )
     write_tokens(chosen, folder / "tokens.parquet")
     (folder / "audit.json").write_text(json.dumps({**audit_report, **made.to_json()}))
@@ -310,6 +309,5 @@ def test_half_of_every_pair_is_not_what_was_committed_to(asked: Place) -> None:
 
 def test_pairs_are_audited_by_their_own_run_alone(asked: Place) -> None:
     audited(asked, "{1: 20}")
-    answer = dpllm_("audit", asked.run / "export", "--canaries", asked.run / "private" / "canaries.json")
-    assert answer.code != 0
-    assert "have two answers each" in " ".join(answer.err.split())
+    outside = ("audit", asked.run / "export", "--canaries", asked.run / "private" / "canaries.json")
+    assert "have two answers each" in refused(*outside)

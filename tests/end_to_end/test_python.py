@@ -12,7 +12,7 @@ import tiny
 import torch
 import yaml
 from accelerate import PartialState
-from running import NUM_ROWS, SENTINEL, STEPS, Place, charged, done, dpllm_, make_place, rows
+from running import NUM_ROWS, SENTINEL, STEPS, Place, charged, done, make_place, refused, rows
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -25,21 +25,21 @@ class Listening(TrainerCallback):
     """Remembers what it is told, and asks to stop after some step."""
 
     def __init__(self, stop_after: int | None = None) -> None:
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
         self.stop_after = stop_after
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.told.append(("begin", state.global_step, state.max_steps, sorted(more)))
+        self.calls.append(("begin", state.global_step, state.max_steps, sorted(more)))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **more: Any) -> None:
-        self.told.append(("log", sorted(logs), sorted(more)))
+        self.calls.append(("log", sorted(logs), sorted(more)))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.told.append(("step", state.global_step, sorted(more)))
+        self.calls.append(("step", state.global_step, sorted(more)))
         control.should_training_stop = state.global_step == self.stop_after
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.told.append(("end", state.global_step, sorted(more)))
+        self.calls.append(("end", state.global_step, sorted(more)))
 
 
 def as_dict(recipe: Path) -> dict[str, Any]:
@@ -64,9 +64,9 @@ def test_rows_in_memory_train_as_a_file_does_and_callbacks_see_released_values_a
     assert yaml.safe_dump(recipe) == before  # the caller's own
     left, right = (load_file(place.run / "export" / "adapter_model.safetensors") for place in (from_file, held))
     assert all((left[name] == right[name]).all() for name in left)
-    told = listening.told
-    assert (told[0], told[-1]) == (("begin", 0, STEPS, []), ("end", STEPS, []))
-    assert told[1:-1] == [
+    calls = listening.calls
+    assert (calls[0], calls[-1]) == (("begin", 0, STEPS, []), ("end", STEPS, []))
+    assert calls[1:-1] == [
         entry
         for step in range(1, STEPS + 1)
         for entry in (("log", ["learning_rate"], []), ("step", step, []))  # a known seed: no epsilon
@@ -83,7 +83,7 @@ def test_a_callback_stops_the_run_after_its_step_and_what_was_taken_is_charged(t
     place = make_place(tmp_path, base)
     listening = Listening(stop_after=2)
     run = dpllm.train(place.recipe, callbacks=[listening])
-    assert listening.told[1] == ("log", ["epsilon_consumed", "learning_rate"], [])
+    assert listening.calls[1] == ("log", ["epsilon_consumed", "learning_rate"], [])
     assert (run.status, run.record.steps_taken) == ("interrupted", 2)
     assert charged(place) == (1, 2)
     with pytest.raises(ConfigError, match="TrainerCallback"):
@@ -134,12 +134,11 @@ def test_callbacks_leave_the_state_of_accelerate_alone_and_are_told_the_recipe(t
 
 @pytest.mark.parametrize("name", ["", "config.yaml"])
 def test_a_run_that_lies_there_is_planned_as_another_one_like_it(finished: Place, name: str) -> None:
-    again = json.loads(done("plan", finished.run / name, "--json").out)
-    assert again["refusals"] == []
-    assert again["epsilon"] == finished.json("plan.json")["epsilon"]
-    assert again["ledger"]["after"] > again["ledger"]["spent"] > 0
-    elsewhere = dpllm_("plan", finished.recipe)
-    assert (elsewhere.code, "already holds a run" in elsewhere.err) == (2, True)
+    planned = json.loads(done("plan", finished.run / name, "--json").out)
+    assert planned["refusals"] == []
+    assert planned["epsilon"] == finished.json("plan.json")["epsilon"]
+    assert planned["ledger"]["after"] > planned["ledger"]["spent"] > 0
+    assert "already holds a run" in refused("plan", finished.recipe)
 
 
 def test_a_run_that_a_callback_stops_compares_the_ranks_weights(

@@ -12,7 +12,18 @@ import pytest
 import tiny
 from ledger_stores import adopt
 from remembered import Once
-from running import Place, charged, contents, done, dpllm_, fails_in_step, make_place, python, rows
+from running import (
+    Place,
+    charged,
+    contents,
+    done,
+    dpllm_,
+    make_place,
+    python,
+    refused,
+    rows,
+    train_until,
+)
 from safetensors.torch import load_file
 
 from dpllm.ledger import Ledger
@@ -127,15 +138,15 @@ def test_a_terminated_run_is_consistent_and_says_so(terminated: tuple[Place, int
 def test_a_resumed_run_completes_on_the_same_reservation(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
     place = copy(terminated[0], tmp_path / "copy")
     before = place.json("run.json")
-    told = "as of an attempt with telemetry.private_metrics, which this recipe no longer has"
-    (place.run / "run.json").write_text(json.dumps({**before, "deviations": [*before["deviations"], told]}))
+    deviation = "as of an attempt with telemetry.private_metrics, which this recipe no longer has"
+    (place.run / "run.json").write_text(json.dumps({**before, "deviations": [*before["deviations"], deviation]}))
     untrained = loss_before(place)
     done("train", place.recipe, "--resume")
     record = place.json("run.json")
     assert (record["status"], record["steps_taken"]) == ("completed", TOTAL)
     assert record["guarantee"]["holds"] is True
     assert loss_before(place) == untrained  # and not that of the weights it goes on with
-    assert told in record["deviations"]
+    assert deviation in record["deviations"]
     assert not any("interrupted" in note for note in record["deviations"])
     assert record["ledger"]["entry"] == before["ledger"]["entry"]
     assert record["manifest"]["plan.json"] == before["manifest"]["plan.json"]
@@ -180,13 +191,6 @@ def with_a_plan_of_another_event(place: Place) -> None:
     run.run.write_text(json.dumps(record))
 
 
-def head(place: Place) -> Any:
-    if not place.ledger.exists():
-        return None
-    with Ledger(place.ledger) as ledger:
-        return ledger.head()
-
-
 # Which keys may not change: tests/run/test_same_recipe.py.
 REFUSED: dict[str, tuple[Callable[[Place], object], tuple[Any, ...], int, str]] = {
     "another recipe": (lambda place: None, ("--train.steps", TOTAL + 2), 3, "train.steps"),
@@ -207,11 +211,10 @@ def test_what_cannot_go_on_is_refused_and_changes_nothing(
     change, flags, code, words = REFUSED[why]
     place = copy(killed[0], tmp_path / "copy")
     change(place)
-    before, spent = contents(place.run), head(place)
-    answer = dpllm_("train", place.recipe, "--resume", *flags)
-    assert (answer.code, words in " ".join(answer.err.split())) == (code, True), answer.err
+    before, spent = contents(place.run), place.head()
+    assert words in refused("train", place.recipe, "--resume", *flags, code=code)
     assert {".lock": b"", **contents(place.run)} == before  # the lock is of the process that was killed
-    assert head(place) == spent
+    assert place.head() == spent
 
 
 def test_the_same_rows_of_other_owners_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,19 +228,15 @@ def test_the_same_rows_of_other_owners_are_refused(place: Place, monkeypatch: py
             "data.max_examples_per_unit": 4,
         }
     )
-    some = [{**row, "author": f"p{number % 20}"} for number, row in enumerate(rows())]
-    tiny.write_rows(place.train, some)
-    fails_in_step(monkeypatch, 2)
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe)
+    owned_rows = [{**row, "author": f"p{number % 20}"} for number, row in enumerate(rows())]
+    tiny.write_rows(place.train, owned_rows)
+    train_until(monkeypatch, 2, place.recipe)
     taken = charged(place)
-    others = [{**row, "author": f"p{(number + number // 20) % 20}"} for number, row in enumerate(some)]
+    others = [{**row, "author": f"p{(number + number // 20) % 20}"} for number, row in enumerate(owned_rows)]
     tiny.write_rows(place.train, others)
-    answer = dpllm_("train", place.recipe, "--resume")
-    assert answer.code == 3
-    assert "other units than the run began with" in answer.err
+    assert "other units than the run began with" in refused("train", place.recipe, "--resume", code=3)
     assert charged(place) == taken
-    tiny.write_rows(place.train, some)
+    tiny.write_rows(place.train, owned_rows)
     done("train", place.recipe, "--resume")
 
 
@@ -322,8 +321,7 @@ def test_one_process_trains_in_a_run_directory(killed: tuple[Place, int, str], t
     before = contents(place.run)
     with RunDir(place.run).locked():
         for flag in ("--resume", "--overwrite"):
-            answer = dpllm_("train", place.recipe, flag)
-            assert (answer.code, "another process writes there" in answer.err) == (2, True)
+            assert "another process writes there" in refused("train", place.recipe, flag)
     assert contents(place.run).keys() - before.keys() <= {".lock"}
     done("train", place.recipe, "--resume")
     assert not (place.run / ".lock").exists()
@@ -335,17 +333,13 @@ def test_one_process_trains_in_a_run_directory(killed: tuple[Place, int, str], t
 def test_a_complete_run_is_not_resumed(finished: Place, tmp_path: Path) -> None:
     place = copy(finished, tmp_path / "copy")
     before = contents(place.run)
-    answer = dpllm_("train", place.recipe, "--resume")
-    assert answer.code == 2
-    assert "nothing to resume" in answer.err
+    assert "nothing to resume" in refused("train", place.recipe, "--resume")
     assert contents(place.run) == before
 
 
 def test_a_baseline_resumes_without_a_ledger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.write({"privacy.enabled": False, "data.public": True, "train.checkpoint_every": 1})
-    begun = fails_in_step(monkeypatch, 3)
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe)
+    begun = train_until(monkeypatch, 3, place.recipe)
     assert place.json("run.json")["steps_taken"] == 2
     done("train", place.recipe, "--resume")
     record = place.json("run.json")

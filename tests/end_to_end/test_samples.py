@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Answer, Place, dpllm_, make_place
+from running import Answer, Place, done, make_place
 from safetensors.torch import load_file
 
 PROMPTS = {"train.sample_prompts": ["Anna bought", "On day"], "train.sample_every": 2}
@@ -17,9 +17,7 @@ PUBLIC = {**SEED, "privacy.enabled": False, "data.public": True, "adapter.dropou
 
 def trained(root: Path, base: Path, changes: dict[str, Any], *flags: str) -> tuple[Place, Answer]:
     place = make_place(root, base, changes)
-    answer = dpllm_("train", place.recipe, *flags)
-    assert answer.code == 0, answer.err
-    return place, answer
+    return place, done("train", place.recipe, *flags)
 
 
 def written(place: Place) -> list[dict[str, Any]]:

@@ -100,11 +100,11 @@ def test_everything_about_shadows_stays_private(shadowed: tuple[Place, dict[str,
     for path in (folder, *(run.root for run in folders(place)), *(run.private for run in folders(place))):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
     plan = canaries.load(place.run / "private" / "canaries.json")
-    said = json.dumps(report, allow_nan=False)
+    report_text = json.dumps(report, allow_nan=False)
     for item in (*plan.canaries, *plan.references):
-        assert item.secret not in said
-        assert item.carrier not in said
-    assert SENTINEL not in said
+        assert item.secret not in report_text
+        assert item.carrier not in report_text
+    assert SENTINEL not in report_text
 
 
 def test_scores_are_those_of_each_shadow_and_its_own_coins(shadowed: tuple[Place, dict[str, object]]) -> None:
@@ -140,7 +140,7 @@ def test_finished_shadows_are_kept_and_unfinished_ones_started_over(
     shutil.copytree(shadowed[0].root, place.root)  # the run's path is no part of what a shadow is
     adopt(place.run / "private" / "shadows" / "ledger.sqlite")
     first, second = folders(place)
-    kept = contents(first.root)
+    before = contents(first.root)
     # As a killed process leaves it.
     record = json.loads(second.run.read_text("utf-8"))
     second.run.write_text(json.dumps({**record, "status": "interrupted"}), encoding="utf-8")
@@ -149,11 +149,11 @@ def test_finished_shadows_are_kept_and_unfinished_ones_started_over(
     audit(place, 2, Console(file=out, width=120))
     assert "Shadow 1 of 2: trained earlier" in out.getvalue()
     assert "Shadow 2 of 2: trained\n" in out.getvalue()
-    assert contents(first.root) == kept
+    assert contents(first.root) == before
     assert read_json(second.run)["status"] == "completed"
-    again = canaries.load(second.canaries)
-    assert again.commitment == read_json(second.plan)["canary_commitment"]
-    assert [canary.inserted for canary in again.canaries] != coins  # equal once in 65,536 times
+    new_plan = canaries.load(second.canaries)
+    assert new_plan.commitment == read_json(second.plan)["canary_commitment"]
+    assert [canary.inserted for canary in new_plan.canaries] != coins  # equal once in 65,536 times
     second.run.write_text(json.dumps({**record, "status": "interrupted"}), encoding="utf-8")
     monkeypatch.setattr(shadows, "train", lambda config, console: SimpleNamespace(status="interrupted"))
     with pytest.raises(DpllmError, match="shadow 2 of 2 was interrupted"):
@@ -214,10 +214,10 @@ def test_a_run_that_no_shadow_can_be_like_is_refused_and_public_data_with_a_budg
     place.train.write_text(rows, encoding="utf-8")
     shutil.rmtree(run.private / "cache", ignore_errors=True)
     shadows.may_train(open_run(run))
-    own = ("--ledger", place.ledger, "--by", "Ada", "--reason", "a test")
+    options = ("--ledger", place.ledger, "--by", "Ada", "--reason", "a test")
     budget = ("--epsilon", 20, "--delta", 1e-3, "--data", place.train)
     for change in (("init", "notes", *budget), ("except", "notes")):
-        done("ledger", *change, *own)
+        done("ledger", *change, *options)
         with pytest.raises(Refused, match="has a privacy budget"):
             shadows.may_train(open_run(run))
 

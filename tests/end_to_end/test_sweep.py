@@ -10,14 +10,13 @@ from unittest.mock import Mock
 
 import pytest
 import tiny
-from running import SENTINEL, STEPS, Answer, Place, contents, done, dpllm_, make_place
+from running import CANARIES, SENTINEL, STEPS, Answer, Place, contents, done, dpllm_, make_place, refused
 
 from dpllm.errors import DpllmError, Refused
 from dpllm.ledger import Ledger
 from dpllm.ledger.admission import group_total
 from dpllm.privacy.banded import LearningRate
 
-CANARIES = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
 SWEEP = "[/]sweep"  # a name that rich would read as markup
 WRONG, REFUSED = 2, 3
 WRONG_LISTS = ("1,x,3", "1,,3", "1,-3", "0,1", "nan,1", "true", "null", "3", "inf", "3,3.0")
@@ -45,6 +44,10 @@ def place(tmp_path: Path, base: Path) -> Place:
 
 def swept_to(place: Place, epsilons: str, *more: object) -> Answer:
     return dpllm_("sweep", place.recipe, "--privacy.epsilon", epsilons, *more)
+
+
+def refusal_of_sweep(place: Place, epsilons: str, *more: object, code: int = REFUSED) -> str:
+    return refused("sweep", place.recipe, "--privacy.epsilon", epsilons, *more, code=code)
 
 
 def budget(place: Place, epsilon: float, *terms: object) -> None:
@@ -139,8 +142,8 @@ def test_a_finished_sweep_is_kept(swept: tuple[Place, Answer]) -> None:
     root = place.root / SWEEP
     before = {name: text for name, text in contents(root).items() if "compare" not in name and "README" not in name}
     head = json.loads(done("ledger", "export", "--ledger", place.ledger).out)["head"]
-    again = swept_to(place, "2,8,inf", "--resume", "--tasks", 3)
-    assert again.code == 0, again.err
+    resumed = swept_to(place, "2,8,inf", "--resume", "--tasks", 3)
+    assert resumed.code == 0, resumed.err
     after = contents(root)
     changed = [name for name in before if after[name] != before[name] and "privacy.json" not in name]
     assert changed == []
@@ -161,9 +164,7 @@ def untouched(place: Place) -> bool:
 
 def test_without_privacy_only_public_data_are_swept(tmp_path: Path, base: Path) -> None:
     place = make(tmp_path / "place", base, **{"data.public": False})
-    answer = swept_to(place, "2,inf")
-    assert answer.code == REFUSED
-    assert "not declared public" in answer.err
+    assert "not declared public" in refusal_of_sweep(place, "2,inf")
     assert not place.ledger.exists()
     assert not list((place.root / SWEEP).glob("eps-*"))
 
@@ -174,9 +175,7 @@ def test_data_that_change_while_a_sweep_is_planned_are_refused(place: Place, mon
         place.train.write_text("".join(place.train.read_text("utf-8").splitlines(keepends=True)[:10]), encoding="utf-8")
 
     monkeypatch.setattr("dpllm.comparison.sweep._check_model", meanwhile)
-    answer = swept_to(place, "2,4")
-    assert answer.code == REFUSED
-    assert "changed while the sweep was planned" in answer.err
+    assert "changed while the sweep was planned" in refusal_of_sweep(place, "2,4")
     with Ledger(place.ledger) as book:
         assert not book.datasets()
 
@@ -187,9 +186,7 @@ def test_what_the_base_model_forbids_is_refused_first(place: Place, monkeypatch:
             raise Refused("a model with differential privacy may not be continued without it.")
 
     monkeypatch.setattr("dpllm.statement.lineage.compose_with_base", settle)
-    answer = swept_to(place, "2,inf")
-    assert answer.code == REFUSED
-    assert "may not be continued" in answer.err
+    assert "may not be continued" in refusal_of_sweep(place, "2,inf")
     assert not place.ledger.exists()
 
 
@@ -214,10 +211,7 @@ def test_what_the_base_model_forbids_is_refused_first(place: Place, monkeypatch:
 def test_what_no_sweep_takes_is_said_before_anything_is_reserved(
     place: Place, epsilons: str, more: tuple[object, ...], words: str
 ) -> None:
-    answer = swept_to(place, epsilons, *more)
-    assert answer.code == WRONG
-    assert words in answer.err
-    assert more or len(answer.err.splitlines()) == 1
+    assert words in refusal_of_sweep(place, epsilons, *more, code=WRONG)
     assert not place.ledger.exists()
 
 
@@ -272,8 +266,7 @@ def test_a_run_that_fails_leaves_the_others_their_places(place: Place, monkeypat
     answer = swept_to(place, "2,8")
     assert answer.code == 1
     assert "type --resume to go on" in answer.out
-    with Ledger(place.ledger) as book:
-        assert [run.state for run in book.runs("notes")] == ["reserved", "reserved"]
+    assert [run.state for run in place.runs()] == ["reserved", "reserved"]
 
 
 def test_a_contradicted_promise_ends_with_its_own_code_once_all_is_written(
@@ -302,15 +295,12 @@ def test_a_run_that_lost_its_steps_is_not_trained_for_nothing(place: Place, monk
     with monkeypatch.context() as patch:
         patch.setattr("dpllm.run.loop.train", dies_after_a_step)
         assert swept_to(place, "2,8").code == 1
-    answer = swept_to(place, "2,8", "--resume")
-    assert answer.code == REFUSED
-    assert "is running after 1 of" in answer.err
-    assert "start another sweep" in answer.err
+    message = refusal_of_sweep(place, "2,8", "--resume")
+    assert "is running after 1 of" in message
+    assert "start another sweep" in message
     with Ledger(place.ledger) as book:  # killed between the ledger's last word and run.json
         book.finish(book.runs("notes")[0].reservation.entry, "completed")
-    answer = swept_to(place, "2,8", "--resume")
-    assert answer.code == REFUSED
-    assert "is completed after 1 of" in answer.err
+    assert "is completed after 1 of" in refusal_of_sweep(place, "2,8", "--resume")
 
 
 def reserved_only(place: Place, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -325,25 +315,17 @@ def reserved_only(place: Place, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_other_peoples_rows_are_not_trained_on_what_was_reserved(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     reserved_only(place, monkeypatch)
     tiny.write_rows(place.train, rows(40, start=1000))
-    answer = swept_to(place, "2,8", "--resume")
-    assert answer.code == REFUSED
-    assert "no longer holds the records" in answer.err
-    with Ledger(place.ledger) as book:
-        assert [run.steps for run in book.runs("notes")] == [0, 0]
+    assert "no longer holds the records" in refusal_of_sweep(place, "2,8", "--resume")
+    assert [run.steps for run in place.runs()] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"group": 5}, {"group": None}],
-)
+@pytest.mark.parametrize("change", [{"group": 5}, {"group": None}])
 def test_a_damaged_state_is_not_trained_from(
     place: Place, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
 ) -> None:
     state = reserved_only(place, monkeypatch)
     state.write_text(json.dumps({**json.loads(state.read_text()), **change}))
-    answer = swept_to(place, "2,8", "--resume")
-    assert answer.code == WRONG
-    assert "sweep.json was edited" in answer.err
+    assert "sweep.json was edited" in refusal_of_sweep(place, "2,8", "--resume", code=WRONG)
 
 
 def test_what_changes_no_promise_may_change_when_a_sweep_goes_on(
@@ -358,5 +340,4 @@ def test_what_changes_no_promise_may_change_when_a_sweep_goes_on(
     monkeypatch.setattr("dpllm.comparison.sweep._audit", lambda points, console: [])
     other = ("--telemetry.textfile", "null", "--train.tokens_per_pass", 512, "--train.checkpoint_every", 1)
     assert "another recipe" not in swept_to(place, "2,8", "--resume", *other).err
-    with Ledger(place.ledger) as book:
-        assert seen == [run.reservation.entry for run in book.runs("notes")]
+    assert seen == [run.reservation.entry for run in place.runs()]

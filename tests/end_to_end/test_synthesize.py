@@ -15,7 +15,7 @@ import hub_stand_in
 import pytest
 import tiny
 from published import carry, read
-from running import Place, contents, done, dpllm_, edit_recipe, make_place
+from running import Place, contents, done, dpllm_, edit_recipe, make_place, refused
 
 import dpllm
 from dpllm.card.synthetic import Synthetic
@@ -94,18 +94,18 @@ def test_the_folder_and_its_record(finished: Place, tmp_path: Path) -> None:
     assert result.attempts == 9 + sum(result.dropped.values())
     assert set(result.dropped) == {"empty", draft.DUPLICATE}
     copied = ("run/README.md", "run/privacy.json", "run/privacy.svg")
-    own = {name: sha256(finished.run / "export" / Path(name).name) for name in copied}
-    assert result.files == own | {"data/train.jsonl": sha256(tmp_path / "new" / "set" / "data" / "train.jsonl")}
+    hashes = {name: sha256(finished.run / "export" / Path(name).name) for name in copied}
+    assert result.files == hashes | {"data/train.jsonl": sha256(tmp_path / "new" / "set" / "data" / "train.jsonl")}
     assert {name: sha256(tmp_path / "new" / "set" / name) for name in result.files} == result.files
     assert (tmp_path / "new" / "set" / "README.md").is_file()
 
 
 def test_a_seed_decides_and_python_writes_the_same(finished: Place, tmp_path: Path) -> None:
     first = made(finished.run, tmp_path / "a", *FEW)
-    again = dpllm.synthesize(
+    by_python = dpllm.synthesize(
         finished.run, 9, tmp_path / "b", quality=False, max_new_tokens=8, keep_unfinished=True, seed=3
     )
-    assert contents(again) == contents(tmp_path / "a")
+    assert contents(by_python) == contents(tmp_path / "a")
     assert made(finished.run, tmp_path / "c", *FEW, "--seed", 4)[0] != first[0]
     drawn = [made(finished.run, tmp_path / name, *UNSEEDED) for name in "de"]
     assert drawn[0][0] != drawn[1][0]
@@ -130,8 +130,8 @@ def test_an_interrupted_data_set_ends_in_the_same_bytes(
 ) -> None:
     order = (*(FEW if seeded else UNSEEDED), "--min-words", 2)
     monkeypatch.setattr(synthesize.secrets, "randbits", lambda bits: 77)
-    whole = tmp_path / "whole"
-    made(finished.run, whole, *order)
+    uninterrupted = tmp_path / "whole"
+    made(finished.run, uninterrupted, *order)
     sample, calls = generate.sample, []
 
     def breaks(*arguments: Any, **settings: Any) -> Any:
@@ -148,12 +148,12 @@ def test_an_interrupted_data_set_ends_in_the_same_bytes(
     left = tmp_path / ".part.draft.jsonl"
     with open(left, "ab") as file:
         file.write(torn)
-    other = dpllm_("synthesize", finished.run, "--output", part, *order, "--temperature", 0.5, "--min-words", 1)
-    assert other.code == 2
-    assert "another min_words, temperature" in other.err
+    assert "another min_words, temperature" in refused(
+        "synthesize", finished.run, "--output", part, *order, "--temperature", 0.5, "--min-words", 1
+    )
     monkeypatch.setattr(synthesize.secrets, "randbits", lambda bits: 78)  # the draft's seed counts
     made(finished.run, part, *order)
-    assert contents(part) == contents(whole)
+    assert contents(part) == contents(uninterrupted)
     assert not left.exists()
     assert len(set(calls)) == len(calls) - 1, "only the batch that broke is drawn again, and no other twice"
 
@@ -164,16 +164,14 @@ def test_nothing_that_is_there_is_overwritten(finished: Place, tmp_path: Path, m
     made(finished.run, tmp_path / "set", *FEW)
     before = contents(tmp_path)
     for output in (tmp_path / "set", ".", "", ".."):
-        assert "already exists" in refused(finished.run, "--output", output, *FEW)
+        assert "already exists" in refused("synthesize", finished.run, "--output", output, *FEW)
     assert contents(tmp_path) == before
-    assert "reserved for the run" in refused(finished.run, "--output", finished.run / "export" / "set", *FEW)
-    assert "reserved for the run" in refused(finished.run, "--output", finished.run / "private" / "set", *FEW)
-
-
-def refused(run: Path, *arguments: object, code: int = 2) -> str:
-    answer = dpllm_("synthesize", run, *arguments)
-    assert (answer.code, answer.out) == (code, ""), answer
-    return answer.err
+    assert "reserved for the run" in refused(
+        "synthesize", finished.run, "--output", finished.run / "export" / "set", *FEW
+    )
+    assert "reserved for the run" in refused(
+        "synthesize", finished.run, "--output", finished.run / "private" / "set", *FEW
+    )
 
 
 def test_what_fails_while_it_is_written_leaves_no_folder(
@@ -209,7 +207,7 @@ def test_a_model_that_never_ends_publishes_nothing_and_says_so(
     monkeypatch.setattr(
         generate, "sample", lambda *arguments_, **more: [replace(item, ended=False) for item in sample(*arguments_, **more)]
     )  # fmt: skip
-    message = refused(finished.run, *arguments)
+    message = refused("synthesize", finished.run, *arguments)
     assert message.count("\n") == 1
     assert "of 16 texts 0 passed the filters, of 9 wanted" in message, "never more than attempts times rows"
     assert "did not end: 16" in message
@@ -222,7 +220,7 @@ def test_a_model_that_never_ends_publishes_nothing_and_says_so(
 
 def test_duplicates_are_dropped_unless_they_are_kept(finished: Place, tmp_path: Path) -> None:
     greedy = ("--output", tmp_path / "set", *FEW, "--temperature", 0)
-    assert f"{draft.DUPLICATE}: " in refused(finished.run, *greedy, "--attempts", 1)
+    assert f"{draft.DUPLICATE}: " in refused("synthesize", finished.run, *greedy, "--attempts", 1)
     (tmp_path / ".set.draft.jsonl").unlink()
     done("synthesize", finished.run, *greedy, "--keep-duplicates")
     rows, record = written(tmp_path / "set")
@@ -236,17 +234,17 @@ def test_duplicates_are_dropped_unless_they_are_kept(finished: Place, tmp_path: 
 def test_a_run_needs_its_card(finished: Place, tmp_path: Path) -> None:
     run = Path(shutil.copytree(finished.run, tmp_path / "run"))
     (run / "export" / "privacy.json").unlink()
-    assert f"Type dpllm card {run} first" in refused(run, *FEW)
+    assert f"Type dpllm card {run} first" in refused("synthesize", run, *FEW)
     shutil.copy(finished.run / "export" / "privacy.json", run / "export")
     (run / "export" / "audit" / "audit.json").write_text("{}")
-    assert "was written before what lies there now" in refused(run, *FEW)
+    assert "was written before what lies there now" in refused("synthesize", run, *FEW)
 
 
 def test_without_guarantee_only_public_data_give_public_rows(baseline: Place, finished: Place, tmp_path: Path) -> None:
     made(baseline.run, tmp_path / "set", *FEW)
     run = Path(shutil.copytree(finished.run, tmp_path / "run"))
     unprotected(run)
-    assert "gives no guarantee" in refused(run, *FEW, code=3)
+    assert "gives no guarantee" in refused("synthesize", run, *FEW, code=3)
     assert not (run / "synthetic").exists()
 
 
@@ -274,12 +272,12 @@ def test_rows_are_a_function_of_what_the_run_released(
             shutil.rmtree(root / "run" / "private")
         outputs.append(root / "set")
     # The training data and the ledger lie where the recipe says no more.
-    kept = place.root.rename(place.root.with_name("elsewhere"))
+    moved = place.root.rename(place.root.with_name("elsewhere"))
     try:
         for output in outputs:
             made(output.parent / "run", output, *BRIEF)
     finally:
-        kept.rename(place.root)
+        moved.rename(place.root)
     assert contents(outputs[0]) == contents(outputs[1]) == contents(outputs[2])
 
 
@@ -292,18 +290,18 @@ def released(run: Path) -> Json:
 
 
 def test_each_row_is_asked_for_by_its_codes(coded: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    drawn: list[str] = []
     sample = generate.sample
 
     def listens(generator: Any, prompts: Any, *rest: Any, **settings: Any) -> Any:
         result = sample(generator, prompts, *rest, **settings)
-        asked.extend(f"{prompt}{one.text}" for prompt, one in zip(prompts, result, strict=True))
+        drawn.extend(f"{prompt}{one.text}" for prompt, one in zip(prompts, result, strict=True))
         return result
 
     monkeypatch.setattr(generate, "sample", listens)
     rows, record = made(coded.run, tmp_path / "set", *FEW)
     assert all(list(row) == [*CODES, "text"] for row in rows)
-    assert {f"visit: {row['visit']} | age: {row['age']}\n{row['text']}" for row in rows} <= set(asked)
+    assert {f"visit: {row['visit']} | age: {row['age']}\n{row['text']}" for row in rows} <= set(drawn)
     assert (record["control"], record["shares"]) == (CODES, "shares of visit;age")
     assert {f"{row['visit']};{row['age']}" for row in rows} <= released(coded.run).keys() - {"other"}
 
@@ -314,8 +312,8 @@ def test_a_data_set_with_a_guarantee_is_pushed_as_it_verifies(
     made(coded.run, tmp_path / "set", *FEW)
     ledger = ("--ledger", coded.ledger)
     with hub_stand_in.running(monkeypatch) as hub:
-        refused = dpllm_("push", tmp_path / "set", "alice/notes")
-        assert (refused.code, hub.asked) == (3, [])
+        refused("push", tmp_path / "set", "alice/notes", code=3)
+        assert hub.asked == []
         done("push", tmp_path / "set", "alice/notes", *ledger)
         arrived = dict(hub.repositories["datasets/alice/notes"].files)
         del arrived[".gitattributes"]
@@ -376,7 +374,7 @@ def test_codes_without_released_shares_are_refused_with_what_to_type(coded: Plac
     run = Path(shutil.copytree(coded.run, tmp_path / "run"))
     (run / "describe.json").unlink()
     done("card", run)
-    message = refused(run, *FEW)
+    message = refused("synthesize", run, *FEW)
     assert (
         f"Type dpllm describe {run / 'config.yaml'} --epsilon E --shares 'visit=VALUE,VALUE;age=VALUE,VALUE'" in message
     )
@@ -392,7 +390,7 @@ def as_format(finished: Place, run: Path, fmt: str) -> Path:
 @pytest.mark.parametrize("fmt", ["prompt_completion", "messages"])
 def test_models_that_answer_need_public_prompts(finished: Place, tmp_path: Path, fmt: str) -> None:
     run = as_format(finished, tmp_path / "run", fmt)
-    assert "Type --prompts FILE" in refused(run, *FEW)
+    assert "Type --prompts FILE" in refused("synthesize", run, *FEW)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Anna bought\nWho came?\n")
     rows, record = made(run, tmp_path / "set", *FEW, "--prompts", prompts)
@@ -422,7 +420,7 @@ def test_private_data_of_the_run_are_no_prompts(
     prompts = private if how == "private" else next(data.glob(f"{how}.*"))
     rows = RunDir(run).rows
     rows.unlink()  # of the run that this one is a copy of
-    assert "was removed" in refused(run, *FEW, "--prompts", prompts, code=3)
+    assert "was removed" in refused("synthesize", run, *FEW, "--prompts", prompts, code=3)
     monkeypatch.chdir(tmp_path)
     recipe = RunDir(run).load_config().data
     tables = [load_table(item, recipe, "train", tmp_path / "cache") for item in (recipe.train, recipe.eval)]
@@ -430,7 +428,7 @@ def test_private_data_of_the_run_are_no_prompts(
     monkeypatch.chdir("/")
     moved = run.rename(tmp_path / "moved")
     prompts = moved / "private" / private.name if how == "private" else prompts
-    message = refused(moved, *FEW, "--prompts", prompts, code=3)
+    message = refused("synthesize", moved, *FEW, "--prompts", prompts, code=3)
     assert "private data of the run" in message
     assert "Anna" not in message
     assert how == "private" or " prompts, the first of them number " in message
@@ -457,10 +455,10 @@ def test_a_run_keeps_digests_of_its_private_rows(finished: Place) -> None:
 
 def test_prompts_are_for_models_that_answer(finished: Place, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("Anna\n")
-    assert "leave them out" in refused(finished.run, *FEW, "--prompts", tmp_path / "prompts.txt")
+    assert "leave them out" in refused("synthesize", finished.run, *FEW, "--prompts", tmp_path / "prompts.txt")
     (tmp_path / "prompts.jsonl").write_text('"Anna"\n{"messages": [{"role": "user", "content": "Who?"}]}\n')
     run = as_format(finished, tmp_path / "run", "messages")
-    assert "prompts have to be plain text" in refused(run, *FEW, "--prompts", tmp_path / "prompts.jsonl")
+    assert "prompts have to be plain text" in refused("synthesize", run, *FEW, "--prompts", tmp_path / "prompts.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -480,7 +478,7 @@ def test_prompts_are_for_models_that_answer(finished: Place, tmp_path: Path) -> 
 def test_mistakes_are_one_line_each_and_leave_nothing(
     finished: Place, tmp_path: Path, arguments: tuple[object, ...], message: str
 ) -> None:
-    refusal_text = refused(finished.run, *FEW, *arguments, "--output", tmp_path / "set")
+    refusal_text = refused("synthesize", finished.run, *FEW, *arguments, "--output", tmp_path / "set")
     assert message in refusal_text
     assert refusal_text.splitlines()[-1].startswith("dpllm synthesize: ")
     assert [*tmp_path.iterdir()] == []

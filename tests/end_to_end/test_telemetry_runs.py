@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import tiny
 from metrics_text import Series, free_port, promtool_is_silent, scrape, series, value
-from running import SENTINEL, STEPS, Place, done, dpllm_, fails_in_step, make_place, rows
+from running import SENTINEL, STEPS, Place, done, make_place, refused, rows, train_until
 
 from dpllm.auditing.run import figures
 from dpllm.model import evaluate
@@ -121,10 +121,10 @@ def test_nothing_unnoised_is_shown(watched: Watched) -> None:
     run_id = watched.place.json("run.json")["ledger"]["entry"]
     known = {"run", "tiny-base", "notes", run_id, "running", "completed", "interrupted"}
     for text in (*watched.scraped, *watched.files().values()):
-        found = series(text)
-        assert {name for name, _ in found} <= PUBLIC
-        assert {label for _, pairs in found for _, label in pairs} <= known
-        for (name, _), number in found.items():
+        samples = series(text)
+        assert {name for name, _ in samples} <= PUBLIC
+        assert {label for _, pairs in samples for _, label in pairs} <= known
+        for (name, _), number in samples.items():
             assert not any(math.isclose(number, secret, rel_tol=1e-3) for secret in SECRETS), name
         assert not any(word in text for word in ("Sigrid", "4711", SENTINEL, str(watched.place.root)))
     assert set(watched.tracked()) == TAGS
@@ -232,8 +232,8 @@ def test_the_audit_command_publishes(finished: Place, tmp_path: Path, monkeypatc
 def test_shadow_runs_show_nothing(baseline: Place, tmp_path: Path) -> None:
     from dpllm.auditing import shadows
 
-    asked = {"telemetry.textfile": str(tmp_path), "telemetry.port": 9464, "telemetry.trackers": ["wandb"]}
-    shown = replace(open_run(RunDir(baseline.run)), config=load_config(RunDir(baseline.run).config, asked))
+    overrides = {"telemetry.textfile": str(tmp_path), "telemetry.port": 9464, "telemetry.trackers": ["wandb"]}
+    shown = replace(open_run(RunDir(baseline.run)), config=load_config(RunDir(baseline.run).config, overrides))
     quiet = shadows._recipe(shown, RunDir(tmp_path / "shadow")).telemetry
     assert (quiet.textfile, quiet.port, quiet.trackers) == (None, None, [])
 
@@ -256,21 +256,18 @@ def test_what_cannot_be_watched_is_refused_before_anything_is_reserved(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         place.write({f"telemetry.{key}": setting or taken.getsockname()[1]})
-        answer = dpllm_("train", place.recipe)
-    assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
-    assert words in answer.err
+        assert words in refused("train", place.recipe)
     assert not place.ledger.exists()
     assert not any(path.is_file() for path in place.run.rglob("*"))
 
 
 def test_a_refused_run_is_counted(place: Place) -> None:
-    place.write({"privacy.epsilon": 8.0})
     terms = ("--epsilon", "0.5", "--delta", "1e-3", "--by", "alice", "--reason", "a test")
     done("ledger", "init", "notes", *terms, "--ledger", place.ledger)
-    assert dpllm_("train", place.recipe).code == 3
-    found = series(done("ledger", "metrics", "--ledger", place.ledger).out)
-    assert found["dp_ledger_refused_total", (("reason", "over_budget"),)] == 1
-    assert found["dp_training_budget", (("dataset", "notes"),)] == 0.5
+    refused("train", place.recipe, code=3)
+    samples = series(done("ledger", "metrics", "--ledger", place.ledger).out)
+    assert samples["dp_ledger_refused_total", (("reason", "over_budget"),)] == 1
+    assert samples["dp_training_budget", (("dataset", "notes"),)] == 0.5
 
 
 def test_a_run_that_fails_says_so_and_the_ledger_keeps_its_heartbeat(
@@ -278,12 +275,10 @@ def test_a_run_that_fails_says_so_and_the_ledger_keeps_its_heartbeat(
 ) -> None:
     (place.root / "collector").mkdir()
     place.write({"telemetry.textfile": str(place.root / "collector")})
-    fails_in_step(monkeypatch, 3)
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe)
-    found = series("".join(path.read_text() for path in (place.root / "collector").iterdir()))
-    assert found["dp_training_state", (("model", "run"), ("state", "interrupted"))] == 1
-    assert value(found, "dp_training_step") == 2
-    assert 0 < value(found, "dp_training_epsilon_consumed") < value(found, "dp_stated_epsilon")
+    train_until(monkeypatch, 3, place.recipe)
+    samples = series("".join(path.read_text() for path in (place.root / "collector").iterdir()))
+    assert samples["dp_training_state", (("model", "run"), ("state", "interrupted"))] == 1
+    assert value(samples, "dp_training_step") == 2
+    assert 0 < value(samples, "dp_training_epsilon_consumed") < value(samples, "dp_stated_epsilon")
     printed = series(done("ledger", "metrics", "--ledger", place.ledger).out)
     assert value(printed, "dp_reservation_heartbeat_timestamp_seconds") > time.time() - 600

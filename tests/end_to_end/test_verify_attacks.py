@@ -14,7 +14,7 @@ import pytest
 import yaml
 from published import carry, failing, read, rehash, write
 from pyarrow import parquet
-from running import Place, as_trained, contents, done, dpllm_
+from running import Place, as_trained, contents, done, dpllm_, refused
 
 import dpllm
 from dpllm.card.card import write_card
@@ -59,10 +59,9 @@ def test_a_card_that_would_not_verify_is_not_written(run: Path, finished: Place)
     (run / "export" / "model.sig").write_text("of the former card", encoding="utf-8")
     (run / "export" / "privacy.svg").unlink()
     before = contents(run)
-    answer = dpllm_("card", run)
-    assert (answer.code, answer.err.count("\n"), answer.out) == (3, 1, "")
-    assert "does not verify" in answer.err
-    assert "audit: canaries" in answer.err
+    message = refused("card", run, code=3)
+    assert "does not verify" in message
+    assert "audit: canaries" in message
     assert contents(run) == before
     with pytest.raises(Refused):
         dpllm.write_card(run)
@@ -79,11 +78,9 @@ def test_a_recipe_without_a_guarantee_has_none_whatever_the_record_says(run: Pat
     config["privacy"]["insecure_seed"] = 7
     (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     assert "run" in failing(run)
-    answer = dpllm_("card", run)
-    assert (answer.code, "changed after the run" in answer.err) == (3, True)
+    assert "changed after the run" in refused("card", run, code=3)
     as_trained(run)
-    answer = dpllm_("card", run)
-    assert (answer.code, "not the one that the ledger was told" in answer.err) == (3, True)
+    assert "not the one that the ledger was told" in refused("card", run, code=3)
     config["privacy"]["ledger"] = str(run / "elsewhere.sqlite")
     (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     done("card", run)
@@ -108,10 +105,10 @@ HIDINGS: dict[str, Callable[[str], bytes]] = {
 
 
 def _assert_a_canary_is_found(run: Path) -> None:
-    one = RunDir(run)
-    names = [path.relative_to(one.export).as_posix() for path in one.export.rglob("*") if path.is_file()]
+    directory = RunDir(run)
+    names = [path.relative_to(directory.export).as_posix() for path in directory.export.rglob("*") if path.is_file()]
     with pytest.raises(Refused, match="contains text of a canary"):
-        leaks.search(one, names, one.export)
+        leaks.search(directory, names, directory.export)
 
 
 @pytest.mark.parametrize("name", HIDINGS)
@@ -131,9 +128,9 @@ def test_a_canary_is_found_in_the_description_of_a_safetensors_file(run: Path) -
 
 def _parent(block: published.Json, **other: object) -> published.Json:
     names = ("epsilon", "delta", "unit", "neighbouring_relation", "event")
-    own = {name: block["plan"][name] for name in names}
+    terms = {name: block["plan"][name] for name in names}
     return {
-        "name": "m", "guarantee": True, **own, "dataset": "notes", "entry": "0" * 16,
+        "name": "m", "guarantee": True, **terms, "dataset": "notes", "entry": "0" * 16,
         "files_digest": "0" * 64, **other,
     }  # fmt: skip
 
@@ -177,10 +174,7 @@ def test_a_few_bytes_cannot_fill_the_memory(run: Path) -> None:
 def test_events_that_take_minutes_are_refused(run: Path) -> None:
     export = run / "export"
     block = read(export)
-    for numbers, checks in (
-        ({"noise_multiplier": 1e-6}, {"promise"}),
-        ({"num_steps": 10**12}, {"promise"}),
-    ):
+    for numbers, checks in (({"noise_multiplier": 1e-6}, {"promise"}), ({"num_steps": 10**12}, {"promise"})):
         write(export, published.replanned(block, **numbers))
         assert checks <= failing(export)
     step = block["plan"]["event"]
@@ -213,8 +207,8 @@ def test_a_statement_beside_other_weights_on_the_hub_is_refused(
     export = run / "export"
     write(export, {**read(export), "files": {"config.json": "0" * 64, listed: "1" * 64}})
     (export / "model.safetensors").write_bytes(b"other weights")
-    there = {path.name: path for path in export.iterdir()}
-    monkeypatch.setattr(base_model, "_hub_file", lambda _, file, *__: there.get(file))
+    hub_files = {path.name: path for path in export.iterdir()}
+    monkeypatch.setattr(base_model, "_hub_file", lambda _, file, *__: hub_files.get(file))
     recipe = yaml.safe_load(finished.recipe.read_text("utf-8"))
     recipe["model"]["name_or_path"] = "alice/private-model"
     with pytest.raises(Refused, match="is not the file"):

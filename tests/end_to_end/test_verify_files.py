@@ -15,10 +15,9 @@ import published
 import pytest
 import yaml
 from published import carry, changed, failing, make_key, read, rehash, write
-from running import Place, dpllm_
+from running import Place, done, dpllm_, refused
 from safetensors.numpy import load_file, save_file
 
-from dpllm.errors import Refused
 from dpllm.files import sha256
 from dpllm.ledger import open_ledger
 from dpllm.publish import push
@@ -220,36 +219,20 @@ def test_a_picture_is_said_to_be_the_author_s_word(export: Path) -> None:
 # Private text.
 
 
-def _append(run: Path, text: str) -> None:
-    path = run / "export" / "README.md"
-    path.write_text(f"{path.read_text('utf-8')}\n{text}\n", encoding="utf-8")
-
-
-def test_text_of_a_row_in_the_card_is_not_pushed_and_not_quoted(run: Path, finished: Place) -> None:
-    row = json.loads(finished.train.read_text("utf-8").splitlines()[6])["text"]
-    _append(run, f"For example: {row}")
-    answer = dpllm_("push", run, "alice/notes", "--dry-run")
-    assert answer.code == 3
-    assert "training text: text of the training data is in README.md (row 7)" in answer.err
-    assert "Forsberg" not in answer.out + answer.err
-
-
-def test_text_of_a_row_in_a_tokenizer_is_found(run: Path, finished: Place) -> None:
-    row = json.loads(finished.train.read_text("utf-8").splitlines()[3])["text"]
-    path = run / "export" / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), "note": row}), encoding="utf-8")
-    with pytest.raises(Refused, match=r"training text: .* tokenizer_config.json \(row 4\)"):
-        leaks.search(RunDir(run), ["tokenizer_config.json"], run / "export")
-
-
-def test_text_of_a_canary_in_the_card_is_not_pushed_and_not_quoted(run: Path) -> None:
-    canary = json.loads((run / "private" / "canaries.json").read_text("utf-8"))["canaries"][5]
-    _append(run, f"The code is {canary['secret']}.")
-    answer = dpllm_("push", run, "alice/notes", "--dry-run")
-    assert answer.code == 3
-    assert "canary texts: README.md contains text of a canary" in answer.err
-    assert canary["secret"] not in answer.out + answer.err
-    assert canary["carrier"] not in answer.out + answer.err
+@pytest.mark.parametrize("source", ["row", "canary"])
+def test_private_text_in_the_card_is_not_pushed_and_not_quoted(run: Path, finished: Place, source: str) -> None:
+    if source == "row":
+        text = json.loads(finished.train.read_text("utf-8").splitlines()[6])["text"]
+        words, private = "training text: text of the training data is in README.md (row 7)", (text, "Forsberg")
+    else:
+        canary = json.loads((run / "private" / "canaries.json").read_text("utf-8"))["canaries"][5]
+        text = canary["secret"]
+        words, private = "canary texts: README.md contains text of a canary", (text, canary["carrier"])
+    page = run / "export" / "README.md"
+    page.write_text(f"{page.read_text('utf-8')}\nFor example: {text}.\n", encoding="utf-8")
+    message = refused("push", run, "alice/notes", "--dry-run", code=3)
+    assert words in message
+    assert not any(secret in message for secret in private)
 
 
 def test_what_cannot_be_searched_is_said(run: Path, finished: Place) -> None:
@@ -338,14 +321,13 @@ def test_a_ledger_that_is_none_is_one_line(export: Path, tmp_path: Path, content
     path = tmp_path / "ledger"
     path.write_bytes(content)
     assert failing(export, ledger=str(path)) == {"ledger"}
-    assert failing(export, ledger=str(tmp_path / "nothing")) == {"ledger"}
 
 
-def test_another_ledger_does_not_know_the_run(export: Path, tmp_path: Path) -> None:
-    path = tmp_path / "empty.sqlite"
-    with open_ledger(str(path)) as book:  # type: ignore[union-attr]
-        assert book.head()["count"] == 0
-    assert "ledger" in failing(export, ledger=str(path))
+def test_a_ledger_that_is_missing_or_knows_nothing_of_the_run_is_seen(export: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "empty.sqlite")
+    assert failing(export, ledger=path) == {"ledger"}
+    open_ledger(path).close()  # type: ignore[union-attr]
+    assert "ledger" in failing(export, ledger=path)
 
 
 # Signatures.
@@ -356,9 +338,7 @@ def test_a_card_is_signed_and_loses_a_signature_that_no_longer_fits(run: Path, t
     key = make_key(tmp_path / "alice")
     public = key.with_suffix(".pub")
     assert dpllm_("card", run, "--sign", key).code == 0
-    answer = dpllm_("verify", run, "--public-key", public)
-    assert answer.code == 0
-    assert "verified  signature: the key in alice.pub" in answer.out
+    assert "verified  signature: the key in alice.pub" in done("verify", run, "--public-key", public).out
     upload = json.loads(dpllm_("push", run, "alice/notes", "--dry-run", "--json").out)
     assert "model.sig" in [file["path"] for file in upload["files"]]
     carry(run / "export", {**read(run / "export"), "contact": "mallory@example.org"})
@@ -380,9 +360,7 @@ def test_a_deployment_is_asserted_and_can_be_written_for_the_registry(run: Path)
     assert yaml.safe_load((run / "registry.yaml").read_text("utf-8"))["deployment"]["basic"]["data_curators"] == [
         "Ward 7"
     ]
-    answer = dpllm_("verify", run)
-    assert answer.code == 0
-    assert "asserted  deployment: deployment: the author's word" in answer.out
+    assert "asserted  deployment: deployment: the author's word" in done("verify", run).out
     # The recipe of the run contradicts who writes another name.
     carry(run / "export", {**read(run / "export"), "deployment": {"curator": "Ward 8"}})
     assert failing(run) == {"run"}
@@ -425,14 +403,10 @@ def test_a_value_of_any_kind_in_any_field_is_a_failed_check(export: Path, value:
 def test_a_path_that_holds_nothing_is_a_wrong_command(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x", encoding="utf-8")
     for path in (tmp_path, tmp_path / "nothing", tmp_path / "file"):
-        answer = dpllm_("verify", path)
-        assert answer.code == 2
-        assert answer.err.count("\n") == 1
+        refused("verify", path)
 
 
 def test_a_run_without_a_card_is_a_wrong_command(run: Path) -> None:
     for name in ("README.md", "privacy.json"):
         (run / "export" / name).unlink()
-    answer = dpllm_("verify", run)
-    assert answer.code == 2
-    assert "dpllm card" in answer.err
+    assert "dpllm card" in refused("verify", run)

@@ -78,10 +78,10 @@ def test_what_they_install_is_locked_with_hashes_at_the_versions_of_the_tests() 
 def test_a_fresh_environment_with_the_short_requirements_verifies(run: Path, tmp_path: Path) -> None:
     """As docs/concepts/verification.md says; skipped where no package index can be reached."""
     venv.create(tmp_path / "venv", with_pip=True)
-    here = tmp_path / "venv" / "bin" / "python"
+    interpreter = tmp_path / "venv" / "bin" / "python"
 
     def install(*what: str) -> subprocess.CompletedProcess[str]:
-        command = [here, "-m", "pip", "install", "-q", *what]
+        command = [interpreter, "-m", "pip", "install", "-q", *what]
         return subprocess.run(command, capture_output=True, text=True, timeout=550)
 
     if (reached := install("hatchling")).returncode:  # which builds the package
@@ -95,9 +95,11 @@ def test_a_fresh_environment_with_the_short_requirements_verifies(run: Path, tmp
         done = install(*arguments)
         assert done.returncode == 0, done.stderr
     for place, code in ((run, 0), (run / "export", 0)):
-        command = [here, "-m", "dpllm", "verify", str(place)]
+        command = [interpreter, "-m", "dpllm", "verify", str(place)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
         assert done.returncode == code, done.stdout + done.stderr
     (run / "export" / "tokenizer.json").write_text("{}", encoding="utf-8")
-    done = subprocess.run([here, "-m", "dpllm", "verify", str(run)], capture_output=True, timeout=300, cwd=tmp_path)
+    done = subprocess.run(
+        [interpreter, "-m", "dpllm", "verify", str(run)], capture_output=True, timeout=300, cwd=tmp_path
+    )
     assert done.returncode == 4
