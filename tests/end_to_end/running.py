@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,39 @@ def as_trained(run: Path) -> None:
     (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
 
 
+def calls(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any] = lambda *arguments, **_: arguments
+) -> list[Any]:
+    """Grows by what is noted of the arguments of each call of a function or method, before it goes on as ever."""
+    call, noted = getattr(owner, name), list[Any]()
+
+    def watched(*arguments: Any, **more: Any) -> Any:
+        noted.append(note(*arguments, **more))
+        return call(*arguments, **more)
+
+    patch.setattr(owner, name, watched)
+    return noted
+
+
+def results(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """Grows by what each call returns."""
+    call, returned = getattr(owner, name), list[Any]()
+
+    def watched(*arguments: Any, **more: Any) -> Any:
+        returned.append(call(*arguments, **more))
+        return returned[-1]
+
+    patch.setattr(owner, name, watched)
+    return returned
+
+
+def edit_json(path: Path, **changes: Any) -> Json:
+    """Changes keys of a JSON object in a file; returns it as it was."""
+    value: Json = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps({**value, **changes}), encoding="utf-8")
+    return value
+
+
 def edit_recipe(run: Path, section: str, **changes: Any) -> Path:
     """Changes a section of a run's recipe, as if the run had trained with it; its ledger, which would contradict, is not here."""
     value = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
@@ -165,8 +198,21 @@ class Place:
     def run(self) -> Path:
         return self.root / "run"
 
+    @property
+    def card(self) -> str:
+        return (self.run / "export" / "README.md").read_text("utf-8")
+
+    def does(self, *commands: str) -> str:
+        """Types commands one after the other, of the recipe or of the run; returns what the last one printed."""
+        of_recipe = ("plan", "train")
+        return [done(word, self.recipe if word in of_recipe else self.run).out for word in commands][-1]
+
     def json(self, name: str) -> Json:
         return dict(json.loads((self.run / name).read_text("utf-8"), parse_constant=_no_constant))
+
+    def lines(self, name: str) -> list[Json]:
+        """Of a file of the run with one JSON object a line."""
+        return [json.loads(line, parse_constant=_no_constant) for line in (self.run / name).read_text().splitlines()]
 
     def runs(self, dataset: str = "notes") -> list[Run]:
         """The runs of a dataset, as the ledger holds them."""

@@ -40,9 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path)
     """A finished run that takes a whole budget, with a card; read only."""
     place = make_place(tmp_path_factory.mktemp("whole"), base, BANDED | AUDITED)
     init(place, "--data", place.train)
-    done("train", place.recipe)
-    done("audit", place.run)
-    done("card", place.run)
+    place.does("train", "audit", "card")
     return place
 
 

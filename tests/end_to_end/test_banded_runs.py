@@ -37,8 +37,7 @@ RECIPE = {
 def banded_run(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Place:
     """A finished run with a card; read only."""
     place = make_place(tmp_path_factory.mktemp("banded"), base, RECIPE)
-    done("train", place.recipe)
-    done("card", place.run)
+    place.does("train", "card")
     return place
 
 
@@ -52,7 +51,7 @@ def test_the_card_of_a_run_verifies_and_says_how(banded_run: Place) -> None:
     assert len(plan["coefficients"]) == plan["event"]["bands"] == BANDS
     assert plan["event"]["count"] == STEPS
     assert plan["without_amplification"] is None
-    card = (banded_run.run / "export" / "README.md").read_text()
+    card = banded_run.card
     assert f"step i was for group i mod {BANDS}" in card
     assert "3 Poisson-sampled Gaussian rounds" in card
 
@@ -149,8 +148,7 @@ def test_a_run_that_lost_steps_goes_on_in_turn_with_empty_buffers(
     with Ledger(place.ledger) as ledger:
         (reserved,) = [read(link.facts["event"]) for link in ledger.history("notes") if link.kind == "reserve"]
     assert before["epsilon"] == accounting.epsilon(reserved, before["delta"], "zero_out")
-    done("audit", place.run)
-    done("card", place.run)
+    place.does("audit", "card")
     assert "0 failed" in done("verify", place.run).out
     report = place.json("export/privacy.json")["audit"]["gradient"]
     assert report["steps"] == STEPS - 1  # the one that failed released nothing
@@ -215,4 +213,4 @@ def test_two_bands_take_back_one_step(place: Place) -> None:
     done("train", place.recipe)
     assert place.json("run.json")["guarantee"]["holds"] is True
     done("card", place.run)
-    assert "x_t = (z_t \u2212 c_1 x_(t\u22121)) / c_0" in (place.run / "export" / "README.md").read_text()
+    assert "x_t = (z_t \u2212 c_1 x_(t\u22121)) / c_0" in place.card

@@ -39,7 +39,7 @@ def test_a_final_run_takes_the_whole_budget_and_none_follows(place: Place) -> No
     assert (ledger_record["final"], ledger_record["used"]) == (True, None)
     assert 7.9 < ledger_record["spent_epsilon"] <= 8
     assert card.code == 0
-    assert "the exact total of what was fixed in advance" in (place.run / "export" / "README.md").read_text("utf-8")
+    assert "the exact total of what was fixed in advance" in place.card
     assert "0 failed" in done("verify", place.run, "--ledger", place.ledger).out
     for more in ((), ("--final",), ("--privacy.epsilon", 0.1)):
         assert "closed for good" in refused_uncharged(place, *more, *another(place, "second"))
@@ -114,7 +114,7 @@ def test_training_without_privacy_on_budgeted_data_needs_an_exception_of_the_own
         record = json.loads((place.root / run / "run.json").read_text())
         assert any("permitted by Ada" in note and "baseline for the paper" in note for note in record["deviations"])
     done("card", place.run)
-    assert "permitted by Ada" in (place.run / "export" / "README.md").read_text()
+    assert "permitted by Ada" in place.card
 
 
 def test_no_fingerprint_leaves_the_ledger(place: Place) -> None:

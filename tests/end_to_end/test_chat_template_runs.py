@@ -59,21 +59,24 @@ def test_a_template_that_is_not_there_is_refused(tmp_path: Path, content: str | 
         read_template(str(named))
 
 
-def test_the_named_template_is_trained_on_recorded_and_exported(tmp_path: Path) -> None:
+def test_messages_run_from_plan_to_card_and_the_named_template_is_recorded_and_exported(tmp_path: Path) -> None:
     bare = tiny.save_model(tmp_path / "bare", chat_template=None)
     place, template = make_place(tmp_path / "run", bare), tmp_path / "chat.jinja"
     tiny.write_rows(place.train, [talk(number) for number in range(40)])
-    place.write({"audit.canaries": None, "audit.gradient_canaries": 0, "data.chat_template": str(template)})
+    canaries = {"groups": {1: 28}, "references": 100}
+    place.write({"audit.canaries": canaries, "data.long_examples": "chunk", "data.chat_template": str(template)})
     assert "data.chat_template" in dpllm_("plan", place.recipe).err
     template.write_text(OTHER)
-    done("train", place.recipe)
+    place.does("plan", "train")
+    assert place.json("plan.json")["dataset_size"] == 40 + 28
     template.write_text("{{ messages }}")  # of this file nothing is read again
-    record = json.loads((place.run / "run.json").read_text())
+    record = place.json("run.json")
     assert record["model"]["chat_template"] == hashlib.sha256(OTHER.encode()).hexdigest()
-    assert yaml.safe_load((place.run / "config.yaml").read_text())["data"]["chat_template"] == OTHER
+    data = load_config(place.run / "config.yaml").data
+    assert (data.format, data.chat_template) == ("messages", OTHER)
     assert transformers.AutoTokenizer.from_pretrained(place.run / "export").chat_template == OTHER
-    done("card", place.run)
-    done("verify", place.run)
+    place.does("audit", "card", "verify")
+    assert place.json("export/audit/audit.json")["verdict"] != "falsified"
     assert done("generate", place.run, "--prompt", "Who?", "--max-new-tokens", "2").code == 0
     same_recipe(load_config(place.recipe, {"data.chat_template": OTHER}), RunDir(place.run))
     with pytest.raises(Refused, match=r"data\.chat_template differs from the run to resume"):

@@ -74,12 +74,11 @@ def test_the_best_run_is_released_with_the_epsilon_of_the_choice(released: tuple
     assert plan["event"]["type"] == "repeat_and_select"
     assert 7.9 < plan["epsilon"] <= 8.0
     assert record["metrics"]["public"]["eval_loss_after"] < record["metrics"]["public"]["eval_loss_before"]
-    done("audit", place.run)
-    done("card", place.run)
+    place.does("audit", "card")
     assert "0 failed" in done("verify", place.run).out
-    audit = json.loads((place.run / "export" / "audit" / "audit.json").read_text("utf-8"))
+    audit = place.json("export/audit/audit.json")
     assert audit["claim"]["epsilon"] == plan["epsilon"]
-    assert "this choice is counted in" in (place.run / "export" / "README.md").read_text("utf-8")
+    assert "this choice is counted in" in place.card
 
 
 def test_nothing_says_how_many_runs_there_were(
@@ -122,7 +121,7 @@ def test_an_interrupted_choice_goes_on_with_the_same_runs(
         begun = fails_in_step(patch, 6)  # the second one of the second run
         with pytest.raises(RuntimeError):
             chosen(place)
-    first = json.loads((place.run / "private" / "choice" / "draws.json").read_text("utf-8"))
+    first = place.json("private/choice/draws.json")
     assert len(first["scores"]) == 1
     assert chosen(place).code == USAGE  # it is not begun anew
     assert chosen(place, "--resume", mean=4).code == USAGE  # nor with another number
@@ -196,7 +195,7 @@ def test_a_run_that_is_killed_before_its_first_step_begins_anew_with_the_canarie
     assert (folder / "runs" / "0" / "config.yaml").exists()  # and canaries beside it, from which a run begins anew
     planted = json.loads((folder / "canaries.json").read_text("utf-8"))
     assert chosen(place, "--resume").code == 0
-    assert json.loads((place.run / "private" / "canaries.json").read_text("utf-8")) == planted
+    assert place.json("private/canaries.json") == planted
 
 
 def test_a_run_that_diverges_has_the_worst_score(
@@ -336,7 +335,7 @@ def test_plan_says_what_each_run_may_cost_and_how_often_one_is_alone(place: Plac
 
 def test_a_statement_of_a_choice_is_recomputed(released: tuple[Place, Answer], tmp_path: Path) -> None:
     place, _ = released
-    good = json.loads((place.run / "export" / "privacy.json").read_text("utf-8"))
+    good = place.json("export/privacy.json")
     event = good["plan"]["event"]
     for changed in (
         {**event, "mean": 2.0},

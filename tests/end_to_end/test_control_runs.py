@@ -80,7 +80,7 @@ def test_the_run_is_audited_published_and_verified(finished: Place) -> None:
     assert not verification.failed, [check for check in verification.checks if check.status == "failed"]
     saved = load_config(finished.run / "config.yaml").data
     assert (saved.control, saved.format) == (CODES, "text")
-    assert "shares of visit;age" in (finished.run / "export" / "README.md").read_text("utf-8")
+    assert "shares of visit;age" in finished.card
 
 
 def test_the_tuned_model_is_asked_by_a_line(finished: Place) -> None:

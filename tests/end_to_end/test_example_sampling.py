@@ -23,7 +23,7 @@ def test_a_run_that_samples_rows_is_accounted_for_units(place: Place) -> None:
     assert plan["cross_check"] is None
     assert record["guarantee"]["holds"]
     done("card", place.run)
-    card = " ".join((place.run / "export" / "README.md").read_text(encoding="utf-8").split())
+    card = " ".join(place.card.split())
     assert f"N = {people * cap} rows, public" in card
     assert "Rows are drawn and clipped one by one; ε is for all rows of a unit together" in card
     assert "none supports this event" in card

@@ -38,7 +38,7 @@ def test_a_frozen_first_factor_is_published_as_it_started(place: Place, monkeypa
         assert value.equal(started[name.replace(".weight", ".default.weight")]) == (".lora_A." in name), name
     trained = sum(value.numel() for name, value in weights.items() if ".lora_B." in name)
     assert place.json("run.json")["model"]["trainable_parameters"] == trained
-    assert "lora_a frozen" in (place.run / "export" / "README.md").read_text("utf-8")
+    assert "lora_a frozen" in place.card
 
 
 def test_momentum_goes_on_where_it_stopped(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_a_run_starts_with_the_weights_of_the_adapter_and_states_what_both_cost(
     assert own < report["composed"]["epsilon"] <= own + block["plan"]["epsilon"]
     done("card", started.run)
     done("verify", started.run / "export")
-    text = (started.run / "export" / "README.md").read_text("utf-8")
+    text = started.card
     assert "| Adapter that training started from: `start/export`" in text
     assert report["base"]["files_digest"] in text
     assert "its own privacy statement" not in text  # of the base model, which has none
@@ -132,7 +132,7 @@ def test_an_adapter_without_a_statement_is_of_unknown_data(started: Place) -> No
     assert any(note.startswith(deviation) for note in record["deviations"])
     done("card", started.run)
     done("verify", started.run / "export")
-    text = (started.run / "export" / "README.md").read_text("utf-8")
+    text = started.card
     assert "On which data the first was trained is not known." in text
     assert "None of this was done on the dataset" not in text
 

@@ -26,20 +26,14 @@ from dpllm.run.promise import plan_of
 from dpllm.statement.audit import read_audit
 
 NUM_CANARIES = 60
-SETTINGS = {
-    "audit.canaries": CANARIES,
-    "audit.gradient_canaries": NUM_CANARIES,
-    "train.steps": 6,
-}
+SETTINGS = {"audit.canaries": CANARIES, "audit.gradient_canaries": NUM_CANARIES, "train.steps": 6}
 
 
 @pytest.fixture(scope="session")
 def planted(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Place:
     """A private run with gradient canaries, from training to card; read only."""
     place = make_place(tmp_path_factory.mktemp("planted"), base, SETTINGS)
-    done("train", place.recipe)
-    done("audit", place.run)
-    done("card", place.run)
+    place.does("train", "audit", "card")
     return place
 
 
@@ -66,7 +60,7 @@ def test_what_each_step_showed_is_kept_in_private_and_scores_are_published(plant
 
 
 def test_the_card_says_what_they_show_and_what_they_do_not(planted: Place) -> None:
-    card = (planted.run / "export" / "README.md").read_text("utf-8")
+    card = planted.card
     record = planted.json("export/privacy.json")["audit"]["gradient"]
     assert f"noise of {record['noise']:.3f} C (" in card
     assert f"where {record['noise_planned']:.3f} C was planned;" in card
@@ -165,7 +159,7 @@ def test_a_run_without_privacy_holds_their_slots_and_plants_none(place: Place) -
     done("train", place.recipe)
     assert not RunDir(place.run).projections.exists()
     done("audit", place.run)
-    assert "gradient" not in json.loads((place.run / "private" / "audit" / "audit.json").read_text())
+    assert "gradient" not in place.json("private/audit/audit.json")
 
 
 def test_a_resumed_run_goes_on_with_the_same_vectors_and_coins(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +213,7 @@ def test_too_little_noise_is_falsified_by_what_is_measured_alone(
         assert report["verdict"] == "falsified"
         assert "too little was added, or the same twice" in report["verdict_reason"]
         assert dpllm_("card", place.run).code in (0, 4)
-        assert "falsified" in (place.run / "export" / "README.md").read_text("utf-8")
+        assert "falsified" in place.card
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +237,7 @@ def test_without_canaries_of_text_the_mechanism_is_audited_and_the_weights_hold_
     assert record["gradient"]["canaries"] == NUM_CANARIES
     assert record["verdict"] in {"consistent", "inconclusive"}
     assert "nothing was asked of the weights" in record["verdict_reason"]
-    card = (alone.run / "export" / "README.md").read_text("utf-8")
+    card = alone.card
     assert "No canary of text was planted" in card
     assert "| Lower bound on ε |" not in card
     assert "| Audit of the training steps | " in card

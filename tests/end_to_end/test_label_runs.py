@@ -100,7 +100,7 @@ def test_training_knows_how_often_labels_are_wrong(
     assert seen == {PairLoss("dpo", 0.5, 1 / (1 + math.e))}
     assert "no lower bound: it stops by the schedule" in " ".join(answer.out.split())
     done("card", place.run)
-    card = (place.run / "export" / "README.md").read_text()
+    card = place.card
     for words in (
         "Prompts and answers are *not* protected by that",
         "ε = 4 for all labels of one `who`",
@@ -110,7 +110,7 @@ def test_training_knows_how_often_labels_are_wrong(
     shown = done("verify", place.run).out
     assert "verified  labels: a flip with probability 0.268941" in shown
     assert "asserted  labels: coins" in shown
-    block = json.loads((place.run / "export" / "privacy.json").read_text())
+    block = place.json("export/privacy.json")
     assert "file_sha256" not in block["labels"]
     assert block["labels"]["unit_epsilon"] == 4
 
@@ -119,7 +119,7 @@ def test_label_privacy_alone_promises_nothing_for_texts(flipped: tuple[Place, Pa
     place, output = flipped
     done("train", place.recipe, *trained_on(output), "--privacy.enabled", "false", "--data.public", "true")
     done("card", place.run)
-    card = (place.run / "export" / "README.md").read_text()
+    card = place.card
     assert "No differential privacy guarantee" in card
     assert "this model may repeat them" in card
     assert "verified  labels" in done("verify", place.run).out
@@ -342,7 +342,7 @@ def audited_labels(place: Place, output: Path, *more: str) -> Json:
     done("train", place.recipe, *trained_on(output), *planted, *unit, *more)
     answer = dpllm_("audit", place.run)
     assert "Every pair was planted" in " ".join(answer.out.split())
-    record: Json = json.loads((place.run / "private" / "audit" / "audit.json").read_text())
+    record: Json = place.json("private/audit/audit.json")
     return record
 
 

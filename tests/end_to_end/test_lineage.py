@@ -73,11 +73,11 @@ def test_two_generations_on_the_same_data_state_what_both_cost(parent: Place, ch
     assert max(own["epsilon"], base["plan"]["epsilon"]) < composed <= own["epsilon"] + base["plan"]["epsilon"]
     # The ledger, which knows both runs, comes to the same.
     assert composed == pytest.approx(child.json("run.json")["ledger"]["spent_epsilon"], rel=1e-6)
-    block = json.loads((child.run / "export" / "privacy.json").read_text("utf-8"))
+    block = child.json("export/privacy.json")
     assert block["lineage"] == record
     assert block["guarantee"] is True
     assert block["plan"] == own  # this run's own, beside what both cost
-    text = section.parts((child.run / "export" / "README.md").read_text("utf-8"))["privacy"]
+    text = section.parts(child.card)["privacy"]
     assert "clinic-notes" in text
     assert f"ε = {composed:.2f}"[:6] in text
     done("verify", child.run)
@@ -168,7 +168,7 @@ def test_nothing_is_promised_after_a_run_without_privacy_on_the_same_data(place:
     done("train", place.recipe, *again(place, "--privacy.enabled", "false", "--data.public", "true"))
     done("card", place.run)
     assert place.json("run.json")["lineage"]["reason"].startswith("this run gives no guarantee")
-    banner = section.parts((place.run / "export" / "README.md").read_text("utf-8"))["banner"]
+    banner = section.parts(place.card)["banner"]
     assert "No differential privacy guarantee" in banner.splitlines()[0]
     done("verify", place.run)
     # Whoever goes on from there with privacy has none for these data: the base holds them already.

@@ -166,7 +166,7 @@ def test_the_card_is_that_of_a_plain_model(finished: Place, merged: Path) -> Non
     assert "peft" not in use
     assert "merged copy" in text
     assert "| Attacked | the adapter, before it was merged" in text
-    banner = section.parts((finished.run / "export" / "README.md").read_text("utf-8"))["banner"]
+    banner = section.parts(finished.card)["banner"]
     assert section.parts(text)["banner"] == banner
 
 

@@ -63,7 +63,7 @@ def test_a_private_run_on_pairs_counts_rewards_from_its_start_and_verifies(asked
     assert "reward accuracy   50.0% before" in out
     assert charged(asked) == (1, 4)
     done("card", asked.run)
-    card = (asked.run / "export" / "README.md").read_text()
+    card = asked.card
     assert (
         "dpo on pairs of a chosen and a rejected answer, each pair one row, beta 0.5; the reference is the base model"
         in card
@@ -273,7 +273,7 @@ def test_leaks_of_either_answer_are_found(asked: Place) -> None:
         "--data.max_length",
         "128",
     )
-    pair = json.loads((asked.run / "private" / "canaries.json").read_text())["canaries"][0]
+    pair = asked.json("private/canaries.json")["canaries"][0]
     for secret in (pair["secret"], pair["rejected"]):
         (asked.run / "export" / "note.md").write_text(f"See {secret} there.")
         with pytest.raises(Refused, match="canary texts"):

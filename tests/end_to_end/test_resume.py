@@ -12,18 +12,7 @@ import pytest
 import tiny
 from ledger_stores import adopt
 from remembered import Once
-from running import (
-    Place,
-    charged,
-    contents,
-    done,
-    dpllm_,
-    make_place,
-    python,
-    refused,
-    rows,
-    train_until,
-)
+from running import Place, charged, contents, done, dpllm_, make_place, python, refused, rows, train_until
 from safetensors.torch import load_file
 
 from dpllm.ledger import Ledger
@@ -152,7 +141,7 @@ def test_a_resumed_run_completes_on_the_same_reservation(terminated: tuple[Place
     assert record["manifest"]["plan.json"] == before["manifest"]["plan.json"]
     assert charged(place) == (1, TOTAL)
     assert commits(place) == [("interrupted", 3), ("completed", TOTAL)]
-    lines = [json.loads(line) for line in (place.run / "private" / "metrics.jsonl").read_text().splitlines()]
+    lines = place.lines("private/metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, TOTAL + 1))
     assert not (place.run / "private" / "resume").exists()
 
@@ -286,7 +275,7 @@ def test_steps_that_were_charged_and_lost_are_not_repeated(killed: tuple[Place, 
     assert any("1 charged steps were lost" in note for note in record["deviations"])
     assert charged(place) == (1, TOTAL)
     done("card", place.run)
-    block, card = place.json("export/privacy.json"), (place.run / "export" / "README.md").read_text("utf-8")
+    block, card = place.json("export/privacy.json"), place.card
     assert block["steps"] == {"planned": TOTAL, "taken": TOTAL, "lost": 1}
     assert f"| Steps | {TOTAL - 1} taken of {TOTAL} planned; 1 more were charged, and lost in a crash |" in card
     assert "0 failed" in done("verify", place.run).out

@@ -36,16 +36,14 @@ def test_a_run_on_mail_says_what_is_protected_and_what_is_public(mail: Place) ->
     words = " ".join(done("plan", mail.recipe).out.replace("│", " ").split())
     assert "40 of 45, so that each of 54 owners has at most 1" in words
     assert "who wrote to whom is not protected, what was written is" in words
-    done("train", mail.recipe)
-    done("audit", mail.run)
-    done("card", mail.run)
+    mail.does("train", "audit", "card")
     plan = mail.json("plan.json")
     assert (plan["neighbouring_relation"], plan["dataset_size"], plan["canary_slots"]) == (GRAPH, 60, 20)
-    card = " ".join((mail.run / "export" / "README.md").read_text(encoding="utf-8").split())
+    card = " ".join(mail.card.split())
     assert "Who wrote to whom is not protected; what was written is." in card
     assert "that it was used" not in card
     assert "chosen by who has which row, and by no text" in card
-    statement = json.loads((mail.run / "export" / "privacy.json").read_text(encoding="utf-8"))
+    statement = mail.json("export/privacy.json")
     assert any("who wrote to whom" in line for line in statement["not_covered"])
     assert dpllm_("verify", mail.run).code == 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path, t
     )
     shown = " ".join(done("plan", place.recipe).out.replace("\u2502", " ").split())
     assert "masked: [INST] <prompt> [/INST] ### Answer: learned: <completion><eos>" in shown
-    done("train", place.recipe)
-    done("card", place.run)
+    place.does("train", "card")
     assert templates.count(TEMPLATE) == len(templates) > 120 + 120  # rows of both files, all canaries, a sample
     return place
 
@@ -92,15 +90,15 @@ def test_an_export_and_a_merged_model_are_asked_as_the_run_is(run: Place) -> Non
         loaded = generate.load(place, base=str(run.base))
         (ids,) = generate.encode_all(loaded, ["Who?"])
         assert loaded.tokenizer.decode(ids) == f"<s>{ASKED}"
-    assert json.loads((run.run / "export" / "privacy.json").read_text())["template"] == TEMPLATE
-    assert "joined as `template` of privacy.json says" in (run.run / "export" / "README.md").read_text()
+    assert run.json("export/privacy.json")["template"] == TEMPLATE
+    assert "joined as `template` of privacy.json says" in run.card
     done("verify", run.run)
     done("verify", run.run / "export")
 
 
 def test_a_secret_begins_where_the_template_says(run: Place) -> None:
     """Behind a line end, random tokens are no tokens that begin with a space."""
-    secrets = json.loads((run.run / "private" / "canaries.json").read_text())["canaries"]
+    secrets = run.json("private/canaries.json")["canaries"]
     tokenizer = tiny.tokenizer()
     for secret in secrets:
         row, reads = {"prompt": secret["carrier"], "completion": secret["secret"]}, tiny.reads(128, template=TEMPLATE)
