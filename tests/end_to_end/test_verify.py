@@ -19,7 +19,7 @@ import pytest
 from forging import Subject, others, survivors
 from published import carry, changed, failing, get, leaves, other, read, rehash, write
 from pyarrow import parquet
-from running import Place, done, dpllm_
+from running import Place, done, dpllm_, edit_json
 from safetensors.numpy import load_file, save_file
 
 from dpllm import files
@@ -47,8 +47,8 @@ def test_what_the_gallery_holds_of_a_run_verifies_as_it_lies_there(
     copy = importlib.import_module("model_cards").copy
     for item in (run, baseline.run):
         card = copy(RunDir(item), tmp_path / item.parent.name)
-        assert dpllm_("verify", card / "export").code == 0
-        assert dpllm_("verify", card).code == 0
+        done("verify", card / "export")
+        done("verify", card)
 
 
 def test_the_command_prints_every_check_and_answers_4(run: Path) -> None:
@@ -126,11 +126,7 @@ def test_every_changed_number_of_the_audit_is_seen(export: Path) -> None:
     names = {where: ".".join(map(str, where)) for where in leaves(report)}
     chosen = [where for where, name in names.items() if not name.startswith(tuple(asserted))]
     chosen = [where for number, where in enumerate(chosen) if number % 25 == 0 or len(where) == 1]
-    counts = [
-        ("canaries", "references"),
-        ("canaries", "settings", "references"),
-        ("canaries", "settings", "groups", "1"),
-    ]
+    counts = ("canaries", "references"), ("canaries", "settings", "references"), ("canaries", "settings", "groups", "1")
     for where in [*chosen, *counts, ("weights",), ("published",)]:
         forged = changed(report, where, other)
         path.write_text(json.dumps(forged), encoding="utf-8")
@@ -141,8 +137,7 @@ def test_every_changed_number_of_the_audit_is_seen(export: Path) -> None:
 
 
 def test_a_note_in_the_report_of_an_audit_is_seen(export: Path) -> None:
-    path = export / "audit" / "audit.json"
-    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), "note": "text of somebody"}), encoding="utf-8")
+    edit_json(export / "audit" / "audit.json", note="text of somebody")
     rehash(export, "audit/audit.json")
     assert "audit" in failing(export)
 
@@ -163,38 +158,24 @@ def test_changed_weights_are_seen(run: Path) -> None:
 # Whoever edits privacy.json, the front matter, the sections and the figure together.
 
 ZEROS = "0" * 64
-RECOMPUTED = {
-    "epsilon": ["plan/epsilon", "plan/delta=1e-9", "plan/accountant/name", "plan/accountant/interval"],
-    "record": [
-        *("steps/planned", "steps/taken", 'steps={"planned": 5, "taken": 5}', "plan/target_epsilon=1.0"),
-        *("randomness/secure_noise", 'released="model weights"'),
-    ],
+RECOMPUTED = {  # the fields of each check; that no other field is missed: tests/verification/test_forged_releases.py
+    "epsilon": ["plan/epsilon", "plan/accountant/name"],
+    "record": ["steps/planned", 'steps={"planned": 5, "taken": 5}', "randomness/secure_noise"],
     "without amplification": ["plan/without_amplification"],
     "other accountants": ["plan/accountants/pld", "plan/accountants/rdp"],
-    "cross-check": ["plan/cross_check/epsilon", "plan/cross_check/name", "plan/cross_check=null"],
-    "limits of attackers": [
-        *("plan/limits/auc=0.9", "plan/limits/gdp_mu", "plan/curve/0/1", "plan/curve/4/0", "plan/trade_off/3/1"),
-    ],
+    "cross-check": ["plan/cross_check/epsilon", "plan/cross_check=null"],
+    "limits of attackers": ["plan/limits/auc=0.9", "plan/limits/gdp_mu", "plan/curve/0/1", "plan/trade_off/3/1"],
     "files": [f'files/tokenizer.json="{ZEROS}"'],
-    "card": [
-        *("plan/definition", "plan/trust_model", "plan/mechanism", "schema_version", "base_model/covered", "plan/event/type"),
-        *("plan/event/count", "plan/event/event/probability", "plan/event/event/event/noise_multiplier", "plan/delta=0.5"),
-        *("plan/noise_multiplier", "plan/num_steps", "plan/sampling_rate", "plan/sampling", "plan/max_examples_per_unit"),
-        *("plan/expected_batch_size", "plan/dataset_size", "plan/coefficients=[0.9, 0.3]"),
-    ],
+    "card": ["plan/definition", "base_model/covered", "plan/event/count", "plan/delta=0.5", "plan/num_steps"],
     "audit": [
-        *('audit/verdict="no_claim"', "audit/epsilon_lower_bound/value", "audit/attacks/calibrated/auc"),
-        *("audit/exposure/1/mean", "plan/canary_slots", "plan/unit"),
-        *(f'audit/canaries/commitment="{ZEROS}"', "audit/audits_run", f'plan/canary_commitment="{ZEROS}"'),
-        *("plan/audit/alpha", "plan/audit=null"),
+        *('audit/verdict="no_claim"', "audit/epsilon_lower_bound/value", "audit/exposure/1/mean", "plan/canary_slots"),
+        *(f'audit/canaries/commitment="{ZEROS}"', "audit/audits_run", f'plan/canary_commitment="{ZEROS}"', "plan/audit=null"),
     ],
     "ledger": ["composed/delta", "composed/used=0.1", "composed/spent_epsilon=1.0"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "numbers", [{"noise_multiplier": 9.0}, {"num_steps": 2}, {"dataset_size": 900}, {"expected_batch_size": 2}], ids=str
-)
+@pytest.mark.parametrize("numbers", [{"noise_multiplier": 9.0}, {"num_steps": 2}, {"dataset_size": 900}], ids=str)
 def test_another_mechanism_costs_another_epsilon(export: Path, numbers: published.Json) -> None:
     """Also where event and numbers agree."""
     carry(export, published.replanned(read(export), **numbers))
@@ -255,12 +236,10 @@ def test_what_ran_without_a_guarantee_is_checked_too(export: Path) -> None:
     del block["files"]["privacy.svg"]
     carry(export, block)
     before = failing(export)
-    for where, value in (
-        (("randomness", "lattice", "noise_over_max_grad_norm"), 50.0),
-        (("randomness", "secure_noise"), False),
-    ):
-        carry(export, changed(block, where, lambda _, new=value: new))
-        assert failing(export) - before, where
+    lattice = {**block["randomness"]["lattice"], "noise_over_max_grad_norm": 50.0}
+    for key, value in (("lattice", lattice), ("secure_noise", False)):
+        carry(export, changed(block, ("randomness", key), lambda _, new=value: new))
+        assert failing(export) - before, key
     with pytest.raises(ConfigError, match="randomness and attempted"):
         carry(export, {**block, "randomness": None})
 
@@ -289,14 +268,6 @@ def test_a_statement_of_another_accountant_may_differ_and_says_so(export: Path) 
     carry(export, changed(block, ("plan", "epsilon"), lambda value: value * 0.99))
     detail = next(check.detail for check in verify(export).checks if check.name == "epsilon")
     assert "0.5.0" in detail
-
-
-@pytest.mark.parametrize("factor", [0.5, 0.99, 0.9999, 1 - 1e-7])
-def test_epsilon_cannot_be_stated_smaller_than_the_event_costs(export: Path, factor: float) -> None:
-    block = read(export)
-    block["plan"]["epsilon"] *= factor
-    carry(export, block)
-    assert "epsilon" in failing(export)
 
 
 def test_epsilon_and_event_cannot_be_those_of_another_run(export: Path) -> None:

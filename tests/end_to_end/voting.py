@@ -39,6 +39,9 @@ class Place:
         places = ("--ledger", self.ledger, "--output", self.output, "--dataset", "notes")
         return ("synthesize", self.data, "--by", "inference", *options, *places, "--data.max_length", 24, *more)
 
+    def rows(self) -> list[Json]:
+        return [json.loads(line) for line in self.data.read_text("utf-8").splitlines()]
+
     def record(self) -> Json:
         return json.loads((self.output / "inference.json").read_text("utf-8"))
 
