@@ -28,8 +28,6 @@ from dpllm.errors import ConfigError
 from dpllm.run.directory import RunDir
 from dpllm.verification.verify import verify
 
-# An honest run.
-
 
 def test_an_honest_run_verifies(run: Path) -> None:
     verification = verify(run)
@@ -160,7 +158,10 @@ def test_changed_weights_are_seen(run: Path) -> None:
 ZEROS = "0" * 64
 RECOMPUTED = {  # the fields of each check; that no other field is missed: tests/verification/test_forged_releases.py
     "epsilon": ["plan/epsilon", "plan/accountant/name"],
-    "record": ["steps/planned", 'steps={"planned": 5, "taken": 5}', "randomness/secure_noise"],
+    "record": [
+        *("steps/planned", 'steps={"planned": 5, "taken": 5}', "plan/target_epsilon=1.0", "randomness/secure_noise"),
+        'released="model weights"',
+    ],
     "without amplification": ["plan/without_amplification"],
     "other accountants": ["plan/accountants/pld", "plan/accountants/rdp"],
     "cross-check": ["plan/cross_check/epsilon", "plan/cross_check=null"],
@@ -169,7 +170,8 @@ RECOMPUTED = {  # the fields of each check; that no other field is missed: tests
     "card": ["plan/definition", "base_model/covered", "plan/event/count", "plan/delta=0.5", "plan/num_steps"],
     "audit": [
         *('audit/verdict="no_claim"', "audit/epsilon_lower_bound/value", "audit/exposure/1/mean", "plan/canary_slots"),
-        *(f'audit/canaries/commitment="{ZEROS}"', "audit/audits_run", f'plan/canary_commitment="{ZEROS}"', "plan/audit=null"),
+        *(f'audit/canaries/commitment="{ZEROS}"', "audit/audits_run", f'plan/canary_commitment="{ZEROS}"'),
+        *("plan/unit", "plan/audit/alpha", "plan/audit=null"),
     ],
     "ledger": ["composed/delta", "composed/used=0.1", "composed/spent_epsilon=1.0"],
 }  # fmt: skip

@@ -35,18 +35,13 @@ ZIP = b"PK\x03\x04" + bytes(60)
     ("name", "content"),
     [
         ("notes.txt", b"hello"),
-        ("LICENSE", b"MIT"),
         ("notes.txt", pickle.dumps(["hello"], protocol=0)),
-        ("merges.txt", pickle.dumps(["hello"], protocol=1)),
         ("optimizer.pt", ZIP),
-        ("pytorch_model.bin", b"\x80\x02}q\x00."),
         ("extra.safetensors", b"\x80\x04."),
         ("modeling.py", b"import os\n"),
-        ("metrics.jsonl", b"{}"),
         (".env", b"x"),
         ("audit/rng_state.json", b"{}"),
         ("audit/notes.md", b"SQLite format 3\x00"),
-        ("model/config.json", b"{}"),
     ],
 )
 def test_a_file_that_is_not_known_is_refused(run: Path, name: str, content: bytes) -> None:
@@ -146,13 +141,11 @@ def forge(export: Path, name: str) -> None:
     [
         ("adapter_config.json", {"auto_map": {"AutoModel": "alice/code--modeling.Model"}}),
         ("adapter_config.json", {"auto_mapping": {"base_model_class": "Model", "parent_library": "evil"}}),
-        ("adapter_config.json", {"megatron_config": {"a": 1}, "megatron_core": "evil"}),
         ("adapter_config.json", {"unknown": "evil"}),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["alice/code--tokenization.Tokenizer", None]}}),
         ("tokenizer_config.json", {"tokenizer_file": "/home/alice/tokenizer.json"}),
         ("config.json", {"auto_map": {"AutoConfig": "configuration.Config"}}),
         ("config.json", {"custom_pipelines": {"a": {"impl": "pipeline.Pipeline"}}}),
-        ("config.json", {"text_config": {"auto_map": {"AutoModel": "alice/code--modeling.Model"}}}),
         ("config.json", {"text_config": {"layers": [{"impl": "alice--code.Model"}]}}),
         ("config.json", {"attn_implementation": "alice/kernel"}),
         ("generation_config.json", {"custom_generate": "alice/code"}),
@@ -351,18 +344,22 @@ def test_a_deployment_is_asserted_and_can_be_written_for_the_registry(run: Path)
 # Hostile files.
 
 
-MALFORMED = [
-    b"", b"\x00\xff\xfe" * 100, b"{", b"[" * 200_000, b"[]", b'"x"', b'{"a":' * 200_000, b'{"schema_version": NaN}',
-    b'{"guarantee": true, "guarantee": true}', b'{"epsilon": 1e999}', b'{"epsilon": ' + b"9" * 5000 + b"}",
-    b"---\na: &x [1]\nprivacy: *x\n---\n", b"---\n? [1]\n: 2\n---\n", b"---\nprivacy: 2020-99-99\n---\n",
-    b"\x1b[2J\x1b]0;owned\x07",
+MALFORMED = [b"", b"\x00\xff\xfe" * 100, b"[" * 200_000, b"\x1b[2J\x1b]0;owned\x07"]
+NO_JSON = [
+    b"[]", b'"x"', b'{"a":' * 200_000, b'{"schema_version": NaN}', b'{"guarantee": true, "guarantee": true}',
+    b'{"epsilon": 1e999}', b'{"epsilon": ' + b"9" * 5000 + b"}",
 ]  # fmt: skip
+NO_YAML = [b"---\na: &x [1]\nprivacy: *x\n---\n", b"---\n? [1]\n: 2\n---\n", b"---\nprivacy: 2020-99-99\n---\n"]
+CONTENTS = {
+    "privacy.json": [*MALFORMED, *NO_JSON],
+    "README.md": [*MALFORMED, *NO_YAML],
+    **dict.fromkeys(("audit/audit.json", "audit/tokens.parquet"), MALFORMED),
+}
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [(name, content) for name in ("privacy.json", "README.md") for content in MALFORMED]
-    + [(f"audit/{name}", content) for name in ("audit.json", "tokens.parquet") for content in MALFORMED[:4]],
+    [(name, content) for name, contents in CONTENTS.items() for content in contents],
     ids=lambda value: repr(value[:16]),
 )
 def test_a_malformed_file_is_a_failed_check(export: Path, name: str, content: bytes) -> None:
