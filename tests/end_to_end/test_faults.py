@@ -36,9 +36,6 @@ def epsilon_of(place: Place, count: int) -> float:
     )
 
 
-# --- random moments --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.full)])
 def test_runs_killed_at_random_moments_are_covered_by_the_ledger(
     kills: int, tmp_path: Path, base: Path, seed: int
@@ -135,8 +132,6 @@ def test_a_run_killed_before_it_removes_its_checkpoints_is_complete_and_loses_th
     assert not run.checkpoints()
 
 
-# --- two resumes of one checkpoint -----------------------------------------------------------------------------------
-
 TOTAL = 8
 
 
@@ -183,9 +178,6 @@ def test_resuming_one_checkpoint_twice_never_takes_more_steps_than_are_charged(
     assert (len(updates), list(reservations(place).values())) == (6, [TOTAL])
     record = json.loads((third_run / "run.json").read_text())
     assert record["status"] != "completed" or any("5 charged steps were lost" in note for note in record["deviations"])
-
-
-# --- a ledger from elsewhere ----------------------------------------------------------------------------------------
 
 
 def test_a_ledger_that_was_replaced_by_an_older_copy_is_refused(

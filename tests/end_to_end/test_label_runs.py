@@ -113,9 +113,6 @@ def test_label_privacy_alone_promises_nothing_for_texts(flipped: tuple[Place, Pa
     assert "this model may repeat them" in place.card
 
 
-# --- mutants ---------------------------------------------------------------------------------------------------------------
-
-
 def test_labels_that_are_drawn_again_on_resume_are_refused(
     flipped: tuple[Place, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,9 +154,6 @@ def test_labels_that_the_ledger_did_not_charge_do_not_verify(flipped: tuple[Plac
         edit_json(record_of(output), entry=claim.entry)
     words = "has no entry" if elsewhere else "charged for 0 steps"
     assert words in unverified(record_of(output), "--ledger", place.ledger)
-
-
-# --- bad input, one line each ------------------------------------------------------------------------------------------------
 
 
 def test_labels_are_randomised_once(flipped: tuple[Place, Path]) -> None:

@@ -54,9 +54,6 @@ LAYOUT = {
 }
 
 
-# --- layout ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_directory_holds_what_the_design_says_and_no_more(finished: Place) -> None:
     assert contents(finished.run).keys() == {
         folder + name for names, folder in LAYOUT.items() for name in names.split()
