@@ -1,4 +1,4 @@
-"""Whole runs under a budget: what the gates admit, what a copy of the data cannot escape, and what every command refuses."""
+"""What a run spends is in the ledger before the step is taken, and what a budget admits; a copy of the data cannot escape it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import tiny
-from running import STEPS, Place, contents, done, dpllm_, refused, rows, train_until
+from running import STEPS, Json, Place, calls, charged, contents, done, dpllm_, refused, rows, train_until
 
 from dpllm.ledger import Ledger
+from dpllm.privacy.engine import StepEngine
 
 TERMS = ("--delta", "1e-3", "--reason", "a test", "--by", "Ada")
 
@@ -34,11 +35,10 @@ def test_a_final_run_takes_the_whole_budget_and_none_follows(place: Place) -> No
     init(place, "--data", place.train)
     assert "type --final" in refused_uncharged(place)
     done("train", place.recipe, "--final")
-    record, card = place.json("run.json"), done("card", place.run)
-    ledger_record = record["ledger"]
+    done("card", place.run)
+    ledger_record = place.json("run.json")["ledger"]
     assert (ledger_record["final"], ledger_record["used"]) == (True, None)
     assert 7.9 < ledger_record["spent_epsilon"] <= 8
-    assert card.code == 0
     assert "the exact total of what was fixed in advance" in place.card
     assert "0 failed" in done("verify", place.run, "--ledger", place.ledger).out
     for more in ((), ("--final",), ("--privacy.epsilon", 0.1)):
@@ -60,7 +60,7 @@ def test_rows_drawn_one_by_one_need_a_final_run(place: Place) -> None:
 
 
 @pytest.mark.parametrize("more", [{"privacy.fit_budget": True}, {"privacy.final": True}], ids=str)
-def test_resuming_keeps_noise_and_reservation(place: Place, more: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_keeps_noise_and_reservation(place: Place, more: Json, monkeypatch: pytest.MonkeyPatch) -> None:
     init(place)
     place.write({"train.checkpoint_every": 1, **more})
     train_until(monkeypatch, 3, place.recipe)
@@ -81,14 +81,8 @@ def test_a_subset_or_an_extended_copy_charges_its_parent_and_cannot_hide(place: 
         assert "shares records with" in message
         assert "privacy.derived_from: notes" in message
         # One run of the whole budget, refused or not, is too much for two.
-        place.write(
-            {
-                "data.train": str(path),
-                "privacy.dataset": path.stem,
-                "privacy.derived_from": "notes",
-                "privacy.epsilon": 2.0,
-            }
-        )
+        derived = {"privacy.dataset": path.stem, "privacy.derived_from": "notes"}
+        place.write({"data.train": str(path), **derived, "privacy.epsilon": 2.0})
         done("train", place.recipe, *another(place, path.stem))
         record = json.loads((place.root / path.stem / "run.json").read_text())
         assert record["ledger"]["dataset"] == "notes"
@@ -121,10 +115,43 @@ def test_no_fingerprint_leaves_the_ledger(place: Place) -> None:
     init(place, "--data", place.train)
     done("train", place.recipe, "--final")
     with Ledger(place.ledger) as book:
-        secrets = [
-            book.records.key().hex(),
-            *(digest for (digest,) in book.store.rows("SELECT fingerprint FROM records")),
-        ]
+        prints = [digest for (digest,) in book.store.rows("SELECT fingerprint FROM records")]
+        secrets = [book.records.key().hex(), *prints]
     exported = done("ledger", "export", "--ledger", place.ledger).out
     for name, data in {**contents(place.run), "export": exported.encode()}.items():
         assert not any(secret.encode() in data for secret in secrets), name
+
+
+def test_an_error_in_a_step_leaves_a_record_and_the_charge(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_until(monkeypatch, 1, place.recipe)
+    record = place.json("run.json")
+    assert (record["status"], record["guarantee"]["holds"]) == ("interrupted", False)
+    assert "RuntimeError" in record["guarantee"]["reason"]
+    assert charged(place) == (1, 1)
+
+
+def test_every_step_is_charged_before_it_is_taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = calls(monkeypatch, StepEngine, "step", lambda *_: charged(place)[1])
+    done("train", place.recipe)
+    assert seen == [1, 2, 3, 4]
+
+
+def test_overwriting_keeps_what_was_spent_even_in_the_run_directory(place: Place) -> None:
+    inside = Place(place.run, place.base)  # its ledger lies in the run directory
+    place.write({"privacy.ledger": str(inside.ledger), "output_dir": str(place.run)})
+    done("train", place.recipe)
+    with Ledger(inside.ledger) as ledger:
+        first = ledger.spent("notes")
+    outlook = done("plan", place.recipe, "--output_dir", place.root / "second").out
+    assert f"epsilon {first:.4f} at delta" in " ".join(outlook.replace("│", " ").split())
+    done("train", place.recipe, "--overwrite")
+    assert charged(inside)[0] == 2
+    with Ledger(inside.ledger) as ledger:
+        assert ledger.spent("notes") > first
+    assert place.json("run.json")["ledger"]["spent_epsilon"] > first
+
+
+@pytest.mark.parametrize("part", ["private", "export", "private/deeper"])
+def test_a_ledger_where_a_new_run_would_delete_it_is_refused(place: Place, part: str) -> None:
+    assert "Keep it elsewhere" in refused("train", place.recipe, "--privacy.ledger", place.run / part / "ledger.sqlite")
+    assert not place.run.exists()

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
-from running import CANARIES, Json, Place, done, dpllm_, make_place, refused, unverified
+from running import CANARIES, Json, Place, done, dpllm_, edit_json, make_place, refused, unverified
 
 from dpllm.auditing.run import figures
 from dpllm.canaries import canaries
@@ -62,13 +62,16 @@ def test_what_each_step_showed_is_kept_in_private_and_scores_are_published(plant
 def test_the_card_says_what_they_show_and_what_they_do_not(planted: Place) -> None:
     card = planted.card
     record = planted.json("export/privacy.json")["audit"]["gradient"]
-    assert f"noise of {record['noise']:.3f} C (" in card
-    assert f"where {record['noise_planned']:.3f} C was planned;" in card
-    assert "An observer of the noised sums of 6 steps" in card
-    assert "whoever holds only the weights sees less" in card
-    held = record["weights"]
-    assert f"Expected to be visible in the final weights is ε {held['expected_epsilon']:.2f}" in card
-    assert held["expected_epsilon"] < planted.json("plan.json")["epsilon"]
+    expected = record["weights"]["expected_epsilon"]
+    for words in (
+        f"noise of {record['noise']:.3f} C (",
+        f"where {record['noise_planned']:.3f} C was planned;",
+        "An observer of the noised sums of 6 steps",
+        "whoever holds only the weights sees less",
+        f"Expected to be visible in the final weights is ε {expected:.2f}",
+    ):
+        assert words in card
+    assert expected < planted.json("plan.json")["epsilon"]
 
 
 def test_how_far_the_weights_went_is_measured_on_the_weights_themselves(planted: Place) -> None:
@@ -90,14 +93,11 @@ def edited(planted: Place, folder: Path, **columns: Any) -> Path:
     """A copy of the run whose table of gradient canaries has other columns; a function makes one of what stands there."""
     run = Path(shutil.copytree(planted.run, folder / "run"))
     table = parquet.read_table(run / TABLE)
+    written = {name: table[name] for name in table.column_names}
     for name, values in columns.items():
         values = values(np.array(table[name])) if callable(values) else values
-        column = pyarrow.array([values] * table.num_rows if np.isscalar(values) else values)
-        if name in table.column_names:
-            table = table.set_column(table.column_names.index(name), name, column)
-        else:
-            table = table.append_column(name, column)
-    parquet.write_table(table, run / TABLE, use_compliant_nested_type=False)
+        written[name] = pyarrow.array([values] * table.num_rows if np.isscalar(values) else values)
+    parquet.write_table(pyarrow.table(written), run / TABLE, use_compliant_nested_type=False)
     return run
 
 
@@ -119,17 +119,14 @@ def test_verify_sees_a_table_that_was_edited(planted: Place, tmp_path: Path, col
     assert message in unverified(edited(planted, tmp_path, **columns) / "export", "--json")
 
 
-def test_verify_computes_no_table_again_for_more_steps_than_it_can(planted: Place, tmp_path: Path) -> None:
-    export = Path(shutil.copytree(planted.run / "export", tmp_path / "export"))
-    stated = json.loads((export / "privacy.json").read_text())
-    stated["steps"]["planned"] = 10**7
-    (export / "privacy.json").write_text(json.dumps(stated))
-    assert "more steps or bands are stated" in unverified(export, "--json")
-
-
-def test_verify_computes_them_again_and_misses_a_table_that_is_gone(planted: Place, tmp_path: Path) -> None:
+def test_verify_computes_them_again_but_for_more_steps_than_it_can_and_misses_a_table_that_is_gone(
+    planted: Place, tmp_path: Path
+) -> None:
     export = Path(shutil.copytree(planted.run / "export", tmp_path / "export"))
     done("verify", export)
+    edit_json(export / "privacy.json", steps={**planted.json("export/privacy.json")["steps"], "planned": 10**7})
+    assert "more steps or bands are stated" in unverified(export, "--json")
+    shutil.copy(planted.run / "export" / "privacy.json", export)
     (export / "audit" / "gradient.parquet").unlink()
     unverified(export)
 
@@ -237,12 +234,9 @@ def test_without_canaries_of_text_the_mechanism_is_audited_and_the_weights_hold_
     assert record["gradient"]["canaries"] == NUM_CANARIES
     assert record["verdict"] in {"consistent", "inconclusive"}
     assert "nothing was asked of the weights" in record["verdict_reason"]
-    card = alone.card
-    assert "No canary of text was planted" in card
-    assert "| Lower bound on ε |" not in card
-    assert "| Audit of the training steps | " in card
+    assert all(words in alone.card for words in ("No canary of text was planted", "| Audit of the training steps | "))
+    assert not any(words in alone.card for words in ("| Lower bound on ε |", "works where it should: None"))
     assert "0 failed" in done("verify", alone.run, "--ledger", alone.ledger).out
-    assert "works where it should: None" not in card
     shown = figures(read_audit(alone.run / "export" / "audit" / "audit.json"))
     assert shown["dp_audit_epsilon_lower_bound"] is None
     assert done("compare", alone.run, alone.run.parent / "again").code == 0

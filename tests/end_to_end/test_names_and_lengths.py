@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from running import Place, done, dpllm_, make_place, refused, rows
+from running import Place, done, make_place, refused, rows
 
 import dpllm
 from dpllm.ledger import Ledger
@@ -63,23 +64,14 @@ SHORT = {"prompt": "Anna", "completion": "bought plums"}
 def seen(place: Place, *words: object) -> str:
     """What a terminal shows of a command."""
     master, slave = pty.openpty()
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(dpllm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dpllm", *map(str, words)], stdin=slave, stdout=slave, stderr=slave, env=env
-    )
+    env = {**os.environ, "PYTHONPATH": str(Path(dpllm.__file__).parents[1])}
+    command = [sys.executable, "-m", "dpllm", *map(str, words)]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env)
     os.close(slave)
     result = b""
-    while True:
-        try:
-            part = os.read(master, 2**16)
-        except OSError:  # the end of a terminal
-            part = b""
-        if not part:
-            break
-        result += part
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while part := os.read(master, 2**16):
+            result += part
     os.close(master)
     assert process.wait() == 0, result.decode()
     return result.decode()
@@ -90,13 +82,13 @@ def test_a_run_that_learns_nothing_is_refused_before_it_is_reserved_and_leaves_n
     place: Place, public: bool
 ) -> None:
     tiny.write_rows(place.train, [LONG] * 40)
-    changes = {"data.max_length": 64, "data.public": public}
+    place.write({"data.max_length": 64, "data.public": public})
     terms = ("--epsilon", 90, "--delta", 1e-2, "--by", "alice", "--reason", "a test", "--ledger", place.ledger)
     done("ledger", "init", "notes", *terms)
     before = place.head()
-    answer = dpllm_("train", place.write(changes))
-    assert (answer.code, "no row has a token left to learn" in answer.err) == (2, True), answer.err
-    assert "plums" not in answer.err + answer.out
+    message = refused("train", place.recipe)
+    assert "no row has a token left to learn" in message
+    assert "plums" not in message
     with Ledger(place.ledger) as ledger:
         assert (ledger.head(), ledger.refusals()) == (before, {})
     assert [path for path in place.run.rglob("*") if path.is_file()] == []
