@@ -88,7 +88,7 @@ def export(run, model):
     write_json(run.run, {**record, "manifest": {**record["manifest"], **weights}})
 
 
-def memorise(base, plan, tokenizer, *, epochs=80, whole_rows=False):
+def memorise(base, plan, tokenizer, *, epochs=62, whole_rows=False):
     """Trains without any privacy on the inserted canaries, on their secrets alone or on all that enters a run's loss."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel.from_pretrained(base)
