@@ -328,7 +328,9 @@ def test_refusals_are_counted_once_and_looking_counts_nothing(ledger: Ledger):
         reserve(ledger, unit="visit")
     with pytest.raises(ConfigError), ledger.counting():
         reserve(ledger, num_steps=5)
-    assert ledger.refusals() == {("notes", "other_unit"): 1, ("notes", "over_budget"): 2}
+    ledger.count_refusal("letters", "over_budget")
+    counted = {("letters", "over_budget"): 1, ("notes", "other_unit"): 1, ("notes", "over_budget"): 2}
+    assert ledger.refusals() == counted
 
 
 def test_a_ledger_that_cannot_count_still_refuses(ledger: Ledger, place: Place):
