@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tiny_models as tm
 import torch
+from cases import ragged
 from scipy import stats
 from torch import Tensor, nn
 
@@ -187,7 +188,7 @@ def nothing_left_over(net: nn.Module) -> None:
 def checkpointed(kind: str, adapter: Any, exact_UP: Tensor, mode: str = "held", **changes: Any) -> None:
     """Gradient checkpointing changes nothing."""
     net = tm.build("llama", adapter, checkpointing=kind, **changes)
-    exact(net, tm.units(tm.RAGGED), exact_UP, mode)
+    exact(net, ragged(), exact_UP, mode)
     assert tm.make_engine(net, mode=mode).self_check(tm.VOCABULARY).error <= EXACT
 
 

@@ -11,11 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpllm.auditing.bounds import (
-    Rates,
-    epsilon_from_rates,
-    many_runs,
-)
+from dpllm.auditing.bounds import Rates, epsilon_from_rates, many_runs
 from dpllm.privacy.limits import gaussian_epsilon
 
 COUNTS = Rates(400, 100, 50, 450)

@@ -22,14 +22,7 @@ from dpllm.privacy.events import (
     dp_sgd_event,
     read,
 )
-from dpllm.privacy.parts import (
-    Parts,
-    SampledSums,
-    accountants,
-    dp_event_of,
-    imported_delta,
-    parts_of,
-)
+from dpllm.privacy.parts import Parts, SampledSums, accountants, dp_event_of, imported_delta, parts_of
 
 RUN = dp_sgd_event(0.02, 0.8, 150)
 GROUP = dp_sgd_event(0.02, 0.8, 150, 4)

@@ -12,14 +12,7 @@ from scipy.stats import norm
 
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
 from dpllm.privacy.events import Gaussian, Imported
-from dpllm.privacy.limits import (
-    _area,
-    _gaussian_mu,
-    attacker_limits,
-    attacker_limits_of,
-    profile,
-    roc_limits,
-)
+from dpllm.privacy.limits import _area, _gaussian_mu, attacker_limits, attacker_limits_of, profile, roc_limits
 
 RUN = dp_sgd_event(0.02, 0.8, 150)
 

@@ -14,15 +14,7 @@ from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import Event, compose, dp_sgd_event, epsilon
 from dpllm.privacy.events import Gaussian, Imported, SelfComposed
 from dpllm.privacy.parts import dp_event_of, parts_of
-from dpllm.privacy.renyi import (
-    ORDERS,
-    Fit,
-    allowance,
-    divergence,
-    filter_order,
-    rdp,
-    smallest_noise_multiplier,
-)
+from dpllm.privacy.renyi import ORDERS, Fit, allowance, divergence, filter_order, rdp, smallest_noise_multiplier
 
 RUN = dp_sgd_event(0.02, 0.8, 150)
 
