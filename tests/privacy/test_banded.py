@@ -79,17 +79,6 @@ def test_the_strategy_is_the_best_one(num_steps: int, bands: int, shape: str) ->
     assert abs(result / math.exp(min(others)) - 1) < 1e-6
 
 
-def test_error_and_gradient_are_those_of_the_dense_matrices() -> None:
-    rate_T, c_B = banded.rates(banded.LearningRate(warmup=0.3), 11), np.array([0.8, 0.5, 0.2])
-    workload_TT = banded.workload(rate_T)
-    value, gradient_B = banded.error(c_B, workload_TT)
-    assert value == pytest.approx(math.log(dense_error(c_B, rate_T)), rel=1e-12)
-    for place in range(3):
-        step_B = np.eye(3)[place] * 1e-6
-        slope = (banded.error(c_B + step_B, workload_TT)[0] - banded.error(c_B - step_B, workload_TT)[0]) / 2e-6
-        assert gradient_B[place] == pytest.approx(slope, rel=1e-6)
-
-
 def sensitivity(c_TT: banded.Floats, patterns: list[tuple[int, ...]]) -> float:
     """The furthest that a unit of norm 1 in each of its steps moves C G, over all patterns and all signs of what it adds."""
     most = 0.0

@@ -32,14 +32,12 @@ def probabilities(ballot: Ballot, votes: list[np.ndarray], public: np.ndarray) -
     return weights / weights.sum()
 
 
-@pytest.mark.parametrize("case", range(20))
+@pytest.mark.parametrize("case", range(8))
 def test_a_unit_that_is_taken_out_moves_no_exponent_by_more_than_half_the_range(case: int, seed: int) -> None:
     """And so the logarithms of the ratios of all probabilities lie within an interval of that length."""
     rng = np.random.default_rng((seed, case))
-    ballot, public = (
-        Ballot(int(rng.integers(1, 9)), float(rng.uniform(0.1, 4)), float(rng.uniform(0.3, 2))),
-        rng.normal(0, 2, 30),
-    )
+    ballot = Ballot(int(rng.integers(1, 9)), float(rng.uniform(0.1, 4)), float(rng.uniform(0.3, 2)))
+    public = rng.normal(0, 2, 30)
     units = [ballot.vote(rows, public) for rows in logits(rng, ballot.batch_size + int(rng.integers(0, 3)), 30)]
     whole = exponents(ballot, units, 30)
     for left_out in range(len(units)):
@@ -48,8 +46,7 @@ def test_a_unit_that_is_taken_out_moves_no_exponent_by_more_than_half_the_range(
         assert max(abs(one - two) for one, two in zip(whole, less, strict=True)) <= Fraction(ballot.range) / 2
         ratio = np.log(probabilities(ballot, units, public) / probabilities(ballot, rest, public))
         assert np.ptp(ratio) <= ballot.range + 1e-9
-        assert ratio.min() <= 1e-9
-        assert ratio.max() >= -1e-9
+        assert ratio.min() <= 1e-9 >= -ratio.max()
 
 
 def test_the_range_is_reached_and_rounded_up() -> None:
@@ -105,20 +102,12 @@ def test_the_coin_is_exact(gamma: Fraction, seed: int) -> None:
     assert stats.binomtest(seen, number, math.exp(-gamma)).pvalue > SIGNIFICANCE
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        (0, 1.0, 1.0),
-        (True, 1.0, 1.0),
-        (2, 0.0, 1.0),
-        (2, math.inf, 1.0),
-        (2, 1.0, 0.0),
-        (2, 1.0, math.nan),
-        (2, 6.1, 1.0),
-    ],
-)
-def test_numbers_without_a_guarantee_are_refused(wrong: tuple[int, float, float]) -> None:
-    with pytest.raises(ConfigError):
-        Ballot(*wrong)
+def test_numbers_without_a_guarantee_are_refused() -> None:
+    for batch_size in (0, True):
+        with pytest.raises(ConfigError):
+            Ballot(batch_size, 1.0, 1.0)
+    for clip, temperature in ((0.0, 1.0), (math.inf, 1.0), (6.1, 1.0), (1.0, 0.0), (1.0, math.nan)):
+        with pytest.raises(ConfigError):
+            Ballot(2, clip, temperature)
     with pytest.raises(ConfigError, match="no token can be drawn"):
         Ballot(1, 1.0, 1.0).draw([], np.full(3, math.nan), random.Random(0).randrange)

@@ -8,25 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
+import cases
 import checks
 import pytest
 import tiny_models as tm
 import torch
-from cases import (
-    BF16,
-    CASES,
-    EVERYTHING,
-    HEAD,
-    MODES,
-    TIED,
-    Shapes,
-    TiedThroughModules,
-    built,
-    generated,
-    lora,
-    ragged,
-    reference,
-)
+from cases import CASES, EVERYTHING, HEAD, MODES, TIED, Shapes, built, generated, lora, ragged, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import FROZEN, LORA, Made
@@ -201,7 +188,7 @@ def test_the_loss_scale_of_fp16_does_not_change_what_is_clipped(clipping: str) -
     torch.testing.assert_close(scaled, plain, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("autocast", [None, cases.BF16], ids=["fp32", "bf16"])
 def test_huge_gradients_are_clipped_too(autocast: Any) -> None:
     net, some = tm.build("llama", FROZEN), tm.units(tm.RAGGED)
     net.get_output_embeddings().weight.data.mul_(1e6)
@@ -280,7 +267,7 @@ SEVERAL_CALLS: dict[str, Any] = {
         nn.LayerNorm(8), lambda net, x_RTd: net.other(net.layer(net.other(x_RTd))), bias=True
     ),
     "a layer without a rule": lambda: around(Scalar(), lambda net, x_RTd: net.other(net.layer(x_RTd))),
-    "tied through modules": TiedThroughModules,
+    "tied through modules": cases.TiedThroughModules,
 }
 
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
 from dpllm.privacy import loss as losses_module
 from dpllm.privacy.attention import RowAttention
-from dpllm.privacy.loss import Targets, TokenLosses, fused_losses, pack_of, row_sums, token_losses
+from dpllm.privacy.loss import Targets, TokenLosses, fused_losses, pack_of, token_losses
 from dpllm.privacy.packing import lay_out
 from dpllm.privacy.schedule import Unit
 
@@ -166,18 +166,6 @@ def test_chunks_of_any_size_give_the_same(rows, tokens, vocabulary, at_once, pac
             torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", BOTH)
-def test_a_graph_serves_several_backward_passes(way: str) -> None:
-    """Whoever wants each row's gradient walks one graph again and again."""
-    hidden_RTd, head, (ids_RT, mask_RT) = hidden_and_head(3, 7, 20, 1, bias=False)
-    nll_RT = BOTH[way](hidden_RTd, head, targets_of(ids_RT, mask_RT)).view(3, 7)
-    whole = torch.autograd.grad(nll_RT.sum(), hidden_RTd, retain_graph=True)[0]
-    parts = [torch.autograd.grad(nll_RT[row].sum(), hidden_RTd, retain_graph=True)[0] for row in range(3)]
-    for row, part in enumerate(parts):
-        torch.testing.assert_close(part[row], whole[row], rtol=0, atol=0)
-        assert not bool(part[torch.arange(3) != row].any())
-
-
 # --- a row is its own ------------------------------------------------------------------------------------------------
 
 
@@ -228,22 +216,6 @@ def test_the_tokens_of_one_row_leave_the_bits_of_the_others(
     assert not torch.equal(before[0], after[0])
     for place, company in enumerate(([], [other], [tm.unit([21], 8), tm.unit([5], 9)], [tm.unit([40], 4)])):
         assert torch.equal(nll([*company, some[0], *company[:1]])[len(company)], before[0]), place
-
-
-def test_a_pass_of_nobody_has_losses_of_zero_and_a_graph() -> None:
-    """On several ranks such passes keep the backward passes in step."""
-    net = tm.build("llama", LORA)
-    scorer = TokenLosses(net, tm.CPU)
-    for tokens in (tm.ALONE, tm.TOKENS):
-        nobody = lay_out([], tm.packing(tokens), 0)
-        with RowAttention(net).of(nobody):
-            nll_M = scorer(nobody).nll_M
-        loss_R = row_sums(nll_M, nobody.rows)
-        assert loss_R.requires_grad
-        assert not bool(nll_M.any())
-        parts = torch.autograd.grad(loss_R.sum(), list(tm.trainable(net).values()), allow_unused=True)
-        assert any(part is not None for part in parts)
-        assert not any(bool(part.any()) for part in parts if part is not None)
 
 
 # --- low precision ---------------------------------------------------------------------------------------------------

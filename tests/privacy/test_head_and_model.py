@@ -88,14 +88,15 @@ def test_ways_that_disagree_are_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
-def one_process() -> Iterator[None]:
+def _one_process() -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.usefixtures("_one_process")
 @pytest.mark.parametrize("whole_head", [False, True], ids=["head by itself", "head with the root"])
-def test_a_sharded_model_hands_on_losses_too(one_process: None, whole_head: bool) -> None:
+def test_a_sharded_model_hands_on_losses_too(whole_head: bool) -> None:
     net, some = tm.build("llama", LORA), ragged()
     expected_R = plain(net, some)
     expected = gradients(expected_R, net)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 
+import dp_accounting
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.stats import norm
 
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
 from dpllm.privacy.events import Gaussian, Imported
-from dpllm.privacy.limits import _area, _gaussian_mu, attacker_limits, attacker_limits_of, profile, roc_limits
+from dpllm.privacy.limits import _gaussian_mu, attacker_limits, attacker_limits_of, profile, roc_limits
 
 RUN = dp_sgd_event(0.02, 0.8, 150)
 
 
-@pytest.mark.parametrize("eps", [0.0, 0.1, 1.0, 3.0, 8.0, 50.0])
+@pytest.mark.parametrize("eps", [0.0, 1.0, 8.0, 50.0])
 @pytest.mark.parametrize("delta", [0.0, 1e-5, 0.1])
 def test_attacker_limits_are_the_trade_off_curve(eps: float, delta: float) -> None:
-    def tpr(fpr):  # type: ignore[no-untyped-def]
+    def tpr(fpr):
         # Every line that (epsilon, delta)-DP of the test, and of its complement, puts above the curve.
         return np.minimum(1.0, np.minimum(np.exp(eps) * fpr + delta, 1 - np.exp(-eps) * (1 - delta - fpr)))
 
@@ -28,8 +27,8 @@ def test_attacker_limits_are_the_trade_off_curve(eps: float, delta: float) -> No
     fpr = np.concatenate([[0.0], np.geomspace(1e-30, 1.0, 400_000)])
     limits = attacker_limits(eps, delta)
     assert limits["auc"] == pytest.approx(np.trapezoid(tpr(fpr), fpr), abs=1e-7)
-    assert limits["tpr_at_fpr_0.01"] == pytest.approx(float(tpr(0.01)))
-    assert limits["tpr_at_fpr_0.001"] == pytest.approx(float(tpr(0.001)))
+    for at in (0.01, 0.001):
+        assert limits[f"tpr_at_fpr_{at}"] == pytest.approx(float(tpr(at)))
     # The polygon of one pair is that of the closed form.
     assert roc_limits([eps], [delta]) == {name: pytest.approx(value, abs=1e-12) for name, value in limits.items()}
 
@@ -41,29 +40,15 @@ def test_attacker_limits_of_known_and_of_no_guarantee() -> None:
     assert attacker_limits(0.0, 0.0) == {"tpr_at_fpr_0.01": 0.01, "tpr_at_fpr_0.001": 0.001, "auc": 0.5}
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.floats(0.0, 50.0), st.floats(0.0, 1.0)), min_size=1, max_size=20))
-def test_the_area_under_a_polygon_is_exact(points: list[tuple[float, float]]) -> None:
-    lines = [(0.0, 1.0), *points]
-    corners = {0.0, 1.0}
-    for place, (slope, start) in enumerate(lines):
-        for other_slope, other_start in lines[:place]:
-            if slope != other_slope:
-                corners.add(min(max((start - other_start) / (other_slope - slope), 0.0), 1.0))
-    x = np.array(sorted(corners))
-    lowest = np.min([slope * x + start for slope, start in lines], axis=0)
-    assert _area(lines) == pytest.approx(float(np.trapezoid(lowest, x)), abs=1e-9)  # linear between its corners
-
-
 @pytest.mark.parametrize("mu", [0.05, 0.5, 1.0, 2.0, 5.0])
 def test_the_limits_of_a_gaussian_are_its_roc_curve(mu: float) -> None:
     limits = attacker_limits_of(Gaussian(1 / mu), "zero_out")
     assert limits["gdp_mu"] == pytest.approx(mu, abs=1e-3)
     for fpr in (0.001, 0.01):
         best = norm.sf(norm.isf(fpr) - mu)
-        assert best <= limits[f"tpr_at_fpr_{fpr}"] <= best * 1.001  # type: ignore[operator]
+        assert best <= limits[f"tpr_at_fpr_{fpr}"] <= best * 1.001
     auc = norm.cdf(mu / math.sqrt(2))
-    assert auc <= limits["auc"] <= auc + 2e-5  # type: ignore[operator]
+    assert auc <= limits["auc"] <= auc + 2e-5
 
 
 @pytest.mark.parametrize(("q", "sigma"), [(0.1, 0.7), (0.5, 2.0), (0.02, 0.5)])
@@ -76,9 +61,9 @@ def test_no_test_of_one_sampled_step_does_better(q: float, sigma: float) -> None
     for fpr, tpr in ((without, sampled), (1 - sampled, 1 - without)):
         order = np.argsort(fpr)
         auc = np.trapezoid(tpr[order], fpr[order])
-        assert auc <= limits["auc"] + 1e-9  # type: ignore[operator]
+        assert auc <= limits["auc"] + 1e-9
         for at in (0.001, 0.01):
-            assert np.interp(at, fpr[order], tpr[order]) <= limits[f"tpr_at_fpr_{at}"] + 1e-9  # type: ignore[operator]
+            assert np.interp(at, fpr[order], tpr[order]) <= limits[f"tpr_at_fpr_{at}"] + 1e-9
     best = np.interp(0.01, without[::-1], sampled[::-1])
     assert limits["tpr_at_fpr_0.01"] == pytest.approx(best, rel=0.02)  # the curve covers both directions at once
 
@@ -89,20 +74,15 @@ def test_the_whole_profile_limits_more_than_any_one_pair(event: dict[str, object
     for delta in (1e-3, 1e-5, 1e-7):
         one = attacker_limits(epsilon(event, delta, "zero_out"), delta)
         for name, value in one.items():
-            assert whole[name] <= value + 1e-6, (name, delta)  # type: ignore[operator]
-    assert whole["auc"] < 0.85  # type: ignore[operator]
+            assert whole[name] <= value + 1e-6, (name, delta)
+    assert whole["auc"] < 0.85
 
 
 def test_a_larger_mu_bounds_the_profile_of_a_sampled_run() -> None:
     """At every delta, the epsilon of mu-GDP is at least the stated one, and somewhere no larger."""
-    import dp_accounting as dp
-
     mu = attacker_limits_of(RUN, "zero_out")["gdp_mu"]
-    assert mu is not None
-    gaps = []
-    for delta in np.geomspace(1e-9, 1e-2, 15):
-        gaps.append(dp.get_epsilon_gaussian(1 / mu, float(delta)) - epsilon(RUN, float(delta), "zero_out"))
-    assert min(gaps) >= -2e-3
+    for delta in np.geomspace(1e-9, 1e-2, 15).tolist():
+        assert dp_accounting.get_epsilon_gaussian(1 / mu, delta) >= epsilon(RUN, delta, "zero_out") - 2e-3
     assert attacker_limits_of(RUN, "add_or_remove_one")["gdp_mu"] == mu
 
 
@@ -117,13 +97,9 @@ def test_limits_where_there_is_no_distribution() -> None:
     nothing = attacker_limits_of(compose([]), "zero_out")
     assert nothing == {"tpr_at_fpr_0.001": 0.001, "tpr_at_fpr_0.01": 0.01, "auc": 0.5, "gdp_mu": 0.0}
     leaky = attacker_limits_of(Imported(0.1, 0.05), "zero_out")
-    assert leaky["gdp_mu"] is None
-    assert leaky == {
-        **{name: pytest.approx(value, abs=1e-4) for name, value in attacker_limits(0.1, 0.05).items()},
-        "gdp_mu": None,
-    }
-    hardly = attacker_limits_of(Gaussian(1e-5), "zero_out")
-    assert hardly["auc"] == 1.0
+    assert leaky.pop("gdp_mu") is None
+    assert leaky == pytest.approx(attacker_limits(0.1, 0.05), abs=1e-4)
+    assert attacker_limits_of(Gaussian(1e-5), "zero_out")["auc"] == 1.0
     drowned = attacker_limits_of(dp_sgd_event(1 / 5000, 1e9, 1), "zero_out")
     assert drowned["gdp_mu"] == 0.0
-    assert 0.5 <= drowned["auc"] <= 0.5001  # type: ignore[operator]
+    assert 0.5 <= drowned["auc"] <= 0.5001

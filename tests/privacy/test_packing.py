@@ -71,15 +71,6 @@ def test_every_drawn_unit_is_computed_once_and_whole(drawn: list[list[int]], wor
     assert seen == Counter(sequence.input_ids for one in units if one for sequence in one.sequences)
 
 
-def test_positions_begin_anew_in_each_row_and_padding_has_the_last() -> None:
-    some = lay_out([unit(4, 3), unit(5)], PACKING, PAD)
-    assert some.position_ids_1M is not None
-    places = some.position_ids_1M.flatten().tolist()
-    assert places[:12] == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]
-    assert set(places[12:]) == {PACKING.max_length - 1}
-    assert set(some.input_ids_1M.flatten().tolist()[12:]) == {PAD}
-
-
 def test_the_last_token_of_a_full_pass_is_padding() -> None:
     full = [unit(20), unit(20), unit(20), unit(3)]
     (some,) = passes_of(range(4), full, PACKING, PAD)
@@ -89,10 +80,12 @@ def test_the_last_token_of_a_full_pass_is_padding() -> None:
 
 
 def test_targets_come_in_packs_that_the_last_position_fills() -> None:
-    some = lay_out([unit(4), unit(7)], PACKING, PAD).targets
-    assert (some.count, len(some.position_N)) == (9, 16)
-    assert some.position_N.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9] + [63] * 7
-    assert some.target_N.tolist()[:9] == [11, 12, 13, 11, 12, 13, 14, 15, 16]
+    some = lay_out([unit(4), unit(7)], PACKING, PAD)
+    targets = some.targets
+    assert (targets.count, len(targets.position_N)) == (9, 16)
+    assert targets.position_N.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9] + [63] * 7
+    assert targets.target_N.tolist()[:9] == [11, 12, 13, 11, 12, 13, 14, 15, 16]
+    assert set(some.input_ids_1M.flatten().tolist()[11:]) == {PAD}
 
 
 def test_a_unit_that_is_larger_than_a_pass_shares_none_of_its_passes() -> None:

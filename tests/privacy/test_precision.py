@@ -28,7 +28,7 @@ from dpllm.errors import Refused
 from dpllm.privacy import clipping, engine, gradients, reference, selfcheck
 from dpllm.privacy.gradients import PassGradients
 from dpllm.privacy.packing import Segment
-from dpllm.privacy.rules import Formed, LookedUp, Product
+from dpllm.privacy.rules import LookedUp, Product
 from dpllm.run.build import check_in_float32
 
 
@@ -130,34 +130,6 @@ def test_parts_that_cancel_are_clipped_to_at_most_c(tokens, i, j, log_scale, cop
         factor_U[unit] = (bound / norm_U[unit]).clamp(max=1.0) / spacing
         held.add_to(sum_P, factor_U, torch.tensor([True, True]))
         assert float(sum_P.norm()) * spacing <= bound * checks.BOUND
-
-
-@pytest.mark.parametrize("counted", [(True, True, True), (True, False, True)], ids=["all finite", "one not finite"])
-@pytest.mark.parametrize("added", [1, 40, 10**6], ids=["one number at once", "some", "all together"])
-@pytest.mark.parametrize("mode", MODES)
-def test_parameters_that_are_added_together_get_the_bits_of_each_alone(
-    mode: str, added: int, counted: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neighbours in the buffer and in the sum, with gaps in either, and matrices that are formed twice between them."""
-    monkeypatch.setattr(gradients, "ADDED", added)
-    generator = torch.Generator().manual_seed(5)
-    shapes = [(2, 3), (4,), (3, 2), (50, 9), (32,), (64,), (2, 2), (1, 5)]
-    parameters = {str(number): nn.Parameter(torch.zeros(shape)) for number, shape in enumerate(shapes)}
-    held = PassGradients(parameters, 4, 10**6 if mode == "held" else 0)
-    held.open([Segment(unit, unit + 1, unit) for unit in range(3)])
-    sum_P = 2.0**40 + torch.arange(held.size, dtype=torch.float64)
-    factor_U, expected, square_LU = torch.tensor([0.3, 0.0, 1e-4], dtype=torch.float64), [], []
-    before_L = sum_P.split([p.numel() for p in parameters.values()])
-    for parameter, before in zip(parameters.values(), before_L, strict=True):
-        gradient_U = 1e6 * torch.randn(3, *parameter.shape, generator=generator)
-        gradient_U[[unit for unit, good in enumerate(counted) if not good]] = float("nan")
-        held.add(parameter, Formed(gradient_U))
-        rounded_U = [(gradient_U[unit].double() * factor_U[unit]).round().flatten() for unit in range(3)]
-        expected.append(before + sum(one for one, good in zip(rounded_U, counted, strict=True) if good))
-        square_LU.append(gradient_U.flatten(1).double().square().sum(dim=1))
-    torch.testing.assert_close(held.unit_norms(), torch.stack(square_LU), equal_nan=True)
-    held.add_to(sum_P, factor_U, torch.tensor(counted))
-    assert torch.equal(sum_P, torch.cat(expected))
 
 
 def test_a_unit_has_the_bits_that_it_has_alone_with_any_threads() -> None:

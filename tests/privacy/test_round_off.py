@@ -15,8 +15,6 @@ from dpllm.privacy.accounting import dp_sgd_event, epsilon
 from dpllm.privacy.parts import parts_of
 from dpllm.privacy.renyi import rdp
 
-TINY = {"type": "poisson_sampled", "probability": 1e-13, "event": {"type": "gaussian", "noise_multiplier": 1.0}}
-
 
 def phi(x: mp.mpf) -> mp.mpf:
     return mp.erfc(-x / mp.sqrt(2)) / 2
@@ -62,20 +60,17 @@ def test_the_lower_bound_is_near_the_truth() -> None:
     assert lower_delta(0.2, 2.0, 300, 0.8 * epsilon(dp_sgd_event(0.2, 2.0, 300), 1e-9, "zero_out")) > 1e-9
 
 
-@pytest.mark.parametrize("q", [1e-18, 1e-16, 9.9e-13, 5e-324])
+@pytest.mark.parametrize("q", [9.9e-13, 5e-324])
 def test_a_sampling_rate_that_floats_do_not_bear_is_refused_wherever_one_comes_from(q: float) -> None:
     gaussian = events.Gaussian(1.0)
-    steps = {"type": "self_composed", "count": 2, "event": {**TINY, "probability": q}}
+    tiny = {"type": "poisson_sampled", "probability": q, "event": gaussian.to_json()}
     for made in (
         lambda: dp_sgd_event(q, 1.0, 2),
-        lambda: dp_sgd_event(q, 1.0, 2, 4),
         lambda: events.CyclicPoisson(2, 4, q, gaussian),
-        lambda: events.read(steps),
-        lambda: events.read({"type": "composed", "events": [steps, {"type": "pure_dp", "epsilon": 1.0}]}),
-        lambda: events.read({"type": "cyclic_poisson", "bands": 2, "count": 4, **{**TINY, "type": "cyclic_poisson"}}),
+        lambda: events.read({"type": "composed", "events": [{"type": "self_composed", "count": 2, "event": tiny}]}),
         lambda: accounting.calibrate_noise_multiplier(1.0, 1e-5, q, 2, "zero_out"),
     ):
-        with pytest.raises(ConfigError, match=r"sampling_rate is|sampling_rate"):
+        with pytest.raises(ConfigError, match="sampling_rate"):
             made()
     assert dp_sgd_event(1e-12, 1.0, 2).count == 2
 
@@ -106,10 +101,9 @@ def test_an_epsilon_beyond_the_exponents_of_floats_warns_of_nothing(
     if q == 1:  # the closed form
         assert 710 < stated < 2000
         with mp.workdps(60):
-            shift, at = mp.mpf(1) / sigma, mp.mpf(stated) * (1 - mp.mpf("1e-3"))
-            assert phi(shift / 2 - at / shift) - mp.exp(at) * phi(-shift / 2 - at / shift) > 1e-5
-            at = mp.mpf(stated)
-            assert phi(shift / 2 - at / shift) - mp.exp(at) * phi(-shift / 2 - at / shift) <= 1e-5
+            shift, at = mp.mpf(1) / sigma, [mp.mpf(stated) * share for share in (mp.mpf("0.999"), 1)]
+            deltas = [phi(shift / 2 - e / shift) - mp.exp(e) * phi(-shift / 2 - e / shift) for e in at]
+            assert deltas[0] > 1e-5 >= deltas[1]
     assert all(value is None or math.isfinite(value) for value in reached.values())
 
 
@@ -123,7 +117,7 @@ def test_both_ways_to_invert_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours[0] >= theirs[0] * (1 - 1e-12)
 
 
-@pytest.mark.parametrize(("q", "sigma", "steps"), [(1.0, 0.44, 49630), (0.5, 0.35, 100_000), (0.9, 0.5, 10_000)])
+@pytest.mark.parametrize(("q", "sigma", "steps"), [(1.0, 0.44, 49630), (0.5, 0.35, 100_000)])
 def test_an_epsilon_of_thousands_does_not_fill_the_memory(q: float, sigma: float, steps: int) -> None:
     """40 GB, of which the system killed the program."""
     parts = parts_of(dp_sgd_event(q, sigma, steps))
