@@ -130,9 +130,7 @@ def test_the_engine_adds_it_and_keeps_its_scale() -> None:
 
 @pytest.mark.parametrize(("rank", "buffers"), [(None, BANDS - 1), (0, BANDS - 1), (1, 0)])
 @pytest.mark.parametrize("momentum", [0, 1])
-def test_rehearsing_draws_no_noise_and_holds_room_for_what_a_step_holds(
-    momentum: int, rank: int | None, buffers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rehearsing_draws_no_noise_and_holds_room_for_what_a_step_holds(momentum, rank, buffers, monkeypatch):
     engine, ones, sizes = tm.make_engine(tm.build("llama"), promise()), torch.ones, []
     engine._optimizer = torch.optim.SGD(engine.parameters.values(), lr=0.1, momentum=0.9 * momentum)
     monkeypatch.setattr("dpllm.privacy.engine._rank", lambda: rank)

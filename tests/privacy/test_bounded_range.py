@@ -198,9 +198,7 @@ def test_a_unit_whose_logits_are_not_finite_or_that_is_absent_votes_for_nothing(
 
 
 @pytest.mark.parametrize(("clip", "temperature", "top_k"), [(1.0, 1.0, 0), (3.0, 0.7, 0), (2.0, 1.3, 4)])
-def test_tokens_are_drawn_with_their_exact_probabilities(
-    clip: float, temperature: float, top_k: int, seed: int, full: bool
-) -> None:
+def test_tokens_are_drawn_with_their_exact_probabilities(clip, temperature, top_k, seed, full):
     rng, below = np.random.default_rng(seed), random.Random(seed).randrange
     ballot, public = Ballot(3, clip, temperature, top_k), rng.normal(0, 1.5, 7)
     votes = [ballot.vote(rows, public) for rows in logits(rng, 3, 7)]

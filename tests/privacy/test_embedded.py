@@ -71,9 +71,7 @@ def written(kind: str, rng: np.random.Generator) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("kind", ["clusters", "classifier"])
 @pytest.mark.parametrize("case", range(6))
-def test_a_unit_that_is_taken_out_moves_no_release_by_more_than_its_sensitivity(
-    kind: str, case: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_unit_that_is_taken_out_moves_no_release_by_more_than_its_sensitivity(kind, case, seed, monkeypatch):
     """Given the releases before it; mutants: no rounding towards zero, a row and not a unit, a count of each row."""
     rng = np.random.default_rng((seed, case))
     data, releases = made(rng, most=1000 if case == 0 else 5), written(kind, rng)
@@ -92,9 +90,7 @@ def test_a_unit_that_is_taken_out_moves_no_release_by_more_than_its_sensitivity(
 
 
 @pytest.mark.parametrize("kind", ["clusters", "classifier"])
-def test_what_is_published_follows_from_the_releases_alone(
-    kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_published_follows_from_the_releases_alone(kind, seed, monkeypatch):
     """Mutants: starts, projection or ridge from the data, counts without noise, rounds until nothing moves."""
     rng = np.random.default_rng(seed)
     releases = written(kind, rng)

@@ -281,9 +281,7 @@ def test_a_weight_that_is_used_in_several_calls_is_exact(name: str, mode: str) -
 
 @pytest.mark.parametrize("name", ["llama, last block and head", "llama, last block and tied head", "gpt2, everything"])
 @pytest.mark.parametrize("numbers", [1, 100])
-def test_a_gradient_that_is_formed_in_pieces_is_as_exact(
-    name: str, numbers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_that_is_formed_in_pieces_is_as_exact(name, numbers, monkeypatch):
     for constant in ("FORMED", "CACHED", "ADDED"):
         monkeypatch.setattr(gradients, constant, numbers)
     for mode in MODES:

@@ -138,9 +138,7 @@ EPSILON = accounting.epsilon(events.dp_sgd_event(64 / (ROWS + CANARIES), SIGMA, 
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_broken_engine_is_falsified_in_nine_of_ten_runs(
-    mutant: str, full: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_engine_is_falsified_in_nine_of_ten_runs(mutant, full, monkeypatch):
     MUTANTS[mutant](monkeypatch)
     runs = 10 if full else 3
     assert sum(map(falsified, range(runs))) >= runs - 1

@@ -196,9 +196,7 @@ def test_what_is_no_target_cannot_poison(bad: float, way: str) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 8, 1000])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_the_tokens_of_one_row_leave_the_bits_of_the_others(
-    family: str, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tokens_of_one_row_leave_the_bits_of_the_others(family, at_once, monkeypatch):
     """Nor do its length, its place and who else is there; Gemma 2 keeps its logits."""
     monkeypatch.setattr(losses_module, "CHUNK_ELSEWHERE", at_once * VOCABULARY)
     packing = replace(tm.packing(), targets=pack_of(VOCABULARY, tm.CPU))

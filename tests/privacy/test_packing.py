@@ -140,9 +140,7 @@ def test_packs_of_targets_end_with_a_block_of_every_thread(vocabulary: int, thre
     ("batch", "longest", "least", "tokens"),
     [(16, 512, 16_384, 8320), (64, 512, 16_384, 16_512), (4, 100, 16_384, 512), (32, 512, 13_056, 12_928)],
 )
-def test_a_pass_is_no_larger_than_a_batch_can_be_and_holds_no_more_than_fits(
-    batch: int, longest: int, least: int, tokens: int
-) -> None:
+def test_a_pass_is_no_larger_than_a_batch_can_be_and_holds_no_more_than_fits(batch, longest, least, tokens):
     """The last one: 25 rows of full length are what a GPU has room for twice over, and 26 had taken the slow way."""
     assert pass_length(batch, longest, None, multiple=128, least=least, most=least) == tokens
 

@@ -51,25 +51,20 @@ def test_knobs_that_are_no_part_of_the_mechanism_leave_the_plan_equal(base: Plan
         assert plan(**{name: values}) == base, name
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
+def test_the_mechanisms_keys_change_the_plan(base: Plan) -> None:
+    privacy = {"noise_multiplier": 1.1, "max_grad_norm": 0.5, "delta": 1e-5, "clipping": "automatic"}
+    by_author = {"unit": "author", "max_examples_per_unit": 2}
+    for sections in (
         {"train": {"batch_size": 11}},
         {"train": {"steps": 6}},
-        {"privacy": {"noise_multiplier": 1.1}},
-        {"privacy": {"max_grad_norm": 0.5}},
-        {"privacy": {"delta": 1e-5}},
+        *({"privacy": {name: value}} for name, value in privacy.items()),
         {"data": {"public_size": N + 1}},
-        {"data": {"unit": "author", "max_examples_per_unit": 4}},
-        {"data": {"unit": "author", "max_examples_per_unit": 2, "sampling": "example"}},
-        {"privacy": {"clipping": "automatic"}},
+        {"data": by_author},
+        {"data": {**by_author, "sampling": "example"}},
         {"audit": {"canaries": {"groups": {1: 20}}}},
         {"num_units": N + 1},
-    ],
-    ids=str,
-)
-def test_the_mechanisms_keys_change_the_plan(base: Plan, sections: dict[str, Any]) -> None:
-    assert plan(**sections) != base
+    ):
+        assert plan(**sections) != base, sections
 
 
 def test_a_plan_is_frozen(base: Plan) -> None:
@@ -163,9 +158,7 @@ def test_what_is_counted_is_what_is_sampled(tmp_path: Path) -> None:
         assert tiny.count_units(recipe(data={**data, "sampling": sampling}).data, tmp_path) == expected
 
 
-def test_the_plan_says_its_epsilon_what_an_attacker_can_do_and_what_other_accountants_and_deltas_say(
-    base: Plan,
-) -> None:
+def test_the_plan_says_its_epsilon_by_other_accountants_and_deltas_and_what_an_attacker_can_do(base):
     stored = json.loads(json.dumps(base.to_json(), allow_nan=False))
     again = accounting.epsilon(events.read(stored["event"]), stored["delta"], stored["neighbouring_relation"])
     assert again == stored["epsilon"] == base.epsilon
@@ -226,7 +219,6 @@ def test_a_budgets_delta_must_be_below_one_over_n_too() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"target_epsilon": 0.0},
         {"target_epsilon": math.nan},
         {"delta": 0.5},
         {"dataset_size": 3},
@@ -254,8 +246,7 @@ def test_a_mechanism_of_no_promise_is_none(wrong: dict[str, Any], base: Plan) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("dataset_size", 10**400), ("num_steps", 10**18), ("noise_multiplier", 1e300), ("num_steps", 10**400)],
+    ("name", "value"), [("dataset_size", 10**400), ("num_steps", 10**18), ("noise_multiplier", 1e300)]
 )
 def test_numbers_that_no_float_or_event_holds_are_no_plan(base: Plan, name: str, value: float) -> None:
     with pytest.raises(NotAStatement):

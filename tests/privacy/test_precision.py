@@ -326,9 +326,7 @@ def test_outputs_of_low_precision_are_moved_by_as_much_as_rounding_moves_them() 
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5])
-def test_in_bfloat16_an_engine_passes_by_its_rounding_and_not_with_half_a_gradient(
-    factor: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_bfloat16_an_engine_passes_by_its_rounding_and_not_with_half_a_gradient(factor, monkeypatch):
     """At a tolerance that rounding alone exceeds."""
     monkeypatch.setattr(engine, "LOW_PRECISION_TOLERANCE", 4e-3)
     made = tm.make_engine(tm.build("llama", tm.LORA), tm.plan(0.05), longest=48, tokens=128, autocast=BF16)

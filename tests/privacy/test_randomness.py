@@ -144,9 +144,7 @@ def test_dropout_is_off_in_every_kind_of_module_and_under_every_name() -> None:
         ("phimoe", {}, r"layers\.0\.mlp\.router draws", False),  # samples its experts, also without jitter
     ],
 )
-def test_a_router_that_jitters_is_refused(
-    family: str, changes: dict[str, Any], named: str, checkpointing: bool, tmp_path: Path
-) -> None:
+def test_a_router_that_jitters_is_refused(family, changes, named, checkpointing, tmp_path):
     attention = {**LORA, "target_modules": ["q_proj", "v_proj"]}
     with pytest.raises(Refused, match=named):
         prepared(tmp_path, family, adapter=attention, model={"gradient_checkpointing": checkpointing}, **changes)

@@ -46,9 +46,7 @@ def lower_delta(q: float, sigma: float, steps: int, eps: float) -> mp.mpf:
         (1e-9, 0.3, 100, 1e-12),
     ],
 )
-def test_no_epsilon_is_below_the_true_one_where_floats_lose_delta(
-    q: float, sigma: float, steps: int, delta: float
-) -> None:
+def test_no_epsilon_is_below_the_true_one_where_floats_lose_delta(q, sigma, steps, delta):
     stated = epsilon(dp_sgd_event(q, sigma, steps), delta, "zero_out")
     assert math.isinf(stated) or lower_delta(q, sigma, steps, stated) <= delta
     assert math.isfinite(stated) == (delta > 1e-13)
@@ -90,9 +88,7 @@ def test_renyi_divergence_is_never_zero(q: float, sigma: float) -> None:
 
 
 @pytest.mark.parametrize(("q", "sigma", "steps"), [(0.01, 0.0605, 3), (1.0, 0.027, 1)])
-def test_an_epsilon_beyond_the_exponents_of_floats_warns_of_nothing(
-    monkeypatch: pytest.MonkeyPatch, q: float, sigma: float, steps: int
-) -> None:
+def test_an_epsilon_beyond_the_exponents_of_floats_warns_of_nothing(monkeypatch, q, sigma, steps):
     monkeypatch.setattr(limits, "INTERVAL", 0.05)
     event = dp_sgd_event(q, sigma, steps)
     with np.errstate(over="raise", invalid="raise", divide="raise"):
@@ -126,9 +122,7 @@ def test_an_epsilon_of_thousands_does_not_fill_the_memory(q: float, sigma: float
 
 
 @pytest.mark.parametrize(("each", "times", "delta"), [(0.01, 1000, 3e-15), (0.01, 300, 1e-14)])
-def test_many_releases_of_known_epsilon_do_not_cost_less_than_randomised_responses(
-    each: float, times: int, delta: float
-) -> None:
+def test_many_releases_of_known_epsilon_do_not_cost_less_than_randomised_responses(each, times, delta):
     """The exact delta of so many coins, in 60 digits, at a thousandth more than what is stated."""
     stated = epsilon(events.compose([events.PureDP(each)] * times), delta, "label_changed")
     with mp.workdps(60):
