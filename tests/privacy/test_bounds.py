@@ -18,8 +18,6 @@ from dpllm.statement.audit_bounds import group_claim
 
 GRID = (10, 20, 50, 100, 200)
 
-# The p-value.
-
 
 def one_run_p_value(m: int, r: int, v: int, epsilon: float, delta: float) -> float:
     """Of guesses of weight 1."""
@@ -83,13 +81,6 @@ def test_p_value_is_finite_where_probabilities_round_to_zero_and_one(epsilon):
 
 
 # The bound from scores.
-
-
-def test_a_perfect_separator_reaches_the_ceiling_in_closed_form():
-    coins = np.arange(400) % 2 == 0
-    bound = epsilon_lower_bound(coins.astype(float), coins, delta=0.0, alpha=0.05, falling=[10, 100])
-    assert bound.value == bound.ceiling == pytest.approx(logit((0.05 / 2) ** (1 / 100)), abs=1e-6)
-    assert (bound.best_guesses, bound.correct, bound.num_canaries) == (100, 100, 400)
 
 
 def test_the_grid_costs_alpha_over_its_length():
@@ -257,9 +248,6 @@ def test_impossible_levels_are_refused(alpha):
         one_run_ceiling(100, delta=0.0, alpha=alpha, falling=[10])
     with pytest.raises(ValueError, match="delta in"):
         one_run_ceiling(100, delta=1.1, alpha=0.05, falling=[10])
-
-
-# Repeated canaries.
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
