@@ -155,14 +155,6 @@ def test_columns_are_at_most_one_in_exact_arithmetic() -> None:
     assert not banded.admissible((math.nan,))
 
 
-def test_whitening_undoes_the_strategy() -> None:
-    coefficients = banded.strategy(WARM, 20, 5)
-    z_TP = np.random.default_rng(0).standard_normal((20, 3))
-    x_TP = np.linalg.solve(toeplitz(coefficients, 20), z_TP)
-    assert np.allclose(banded.whiten(coefficients, x_TP), z_TP, atol=1e-12)
-    assert np.allclose(toeplitz(banded.inverse(coefficients, 20), 20) @ z_TP, x_TP, atol=1e-12)
-
-
 @pytest.mark.parametrize(("epsilon", "bands", "ratio"), [(3.0, 3, 0.73), (8.0, 16, 0.526)])
 def test_the_gain_is_the_one_that_was_computed_elsewhere(epsilon: float, bands: int, ratio: float) -> None:
     """The last prefix sum of 80 steps of our E2E recipe, beside amplified DP-SGD of the same epsilon."""
