@@ -123,10 +123,18 @@ def test_a_step_that_broke_off_leaves_nothing_for_the_next() -> None:
     assert torch.equal(tm.clipped_sum(engine, other), expected_P)
 
 
+NETS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{f"rank {rank}": (lora(r=rank), {}) for rank in (1, 3, 17)},
+    "head": (HEAD, {}),
+    "tied head": (HEAD, TIED),
+    "everything": (EVERYTHING, {}),
+}
+
+
 @settings(parent=generated, max_examples=12)
 @given(
     clipping=st.sampled_from(sorted(FUNCTIONS)),
-    case=st.sampled_from([{"r": 1}, {"r": 3}, {"r": 17}, "head", "tied", "everything"]),
+    name=st.sampled_from(sorted(NETS)),
     mode=st.sampled_from(MODES),
     lengths=st.lists(st.lists(st.integers(2, 14), min_size=1, max_size=4), min_size=1, max_size=4),
     tokens=st.one_of(st.just(tm.ALONE), st.integers(34, 200)),
@@ -134,10 +142,10 @@ def test_a_step_that_broke_off_leaves_nothing_for_the_next() -> None:
     seed=st.integers(0, 10**6),
 )
 def test_any_batch_is_clipped_exactly_and_any_unit_moves_it_by_at_most_c(
-    clipping, case, mode, lengths, tokens, log_bound, seed
+    clipping, name, mode, lengths, tokens, log_bound, seed
 ):
-    adapters = {"head": HEAD, "tied": HEAD, "everything": EVERYTHING}
-    net = tm.build("llama", adapters[case] if case in adapters else lora(**case), **(TIED if case == "tied" else {}))
+    adapter, changes = NETS[name]
+    net = tm.build("llama", adapter, **changes)
     some, bound = tm.units(lengths, seed), 10**log_bound
     expected_P = checks.by_hand(clipping, tm.brute_force(net, some), bound).sum(dim=0)
     engine = tm.make_engine(net, tm.plan(bound, clipping=clipping), mode=mode)

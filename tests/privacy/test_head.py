@@ -18,7 +18,7 @@ import pytest
 import tiny
 import tiny_models as tm
 import torch
-from cases import BF16, FAMILIES, FP16, HEAD, TIED, Shapes, generated, lora
+from cases import BF16, FAMILIES, FP16, HEAD, Shapes, generated, lora
 from heads import VOCABULARY, Headed, gradients, logits, losses, plain, ragged, ways
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +35,7 @@ from dpllm.privacy.attention import RowAttention
 from dpllm.privacy.loss import Targets, TokenLosses, fused_losses, pack_of, token_losses
 from dpllm.privacy.packing import lay_out
 from dpllm.privacy.schedule import Unit
+from dpllm.run.footprint import tally
 
 
 def compare(net: Any, tolerance: float, *, fused: bool) -> None:
@@ -96,7 +97,6 @@ OTHERS: dict[str, tuple[Callable[[], Any], bool]] = {
     "a head with a bias": (lambda: with_bias(tm.build("llama", LORA)), True),
     "the last block": (lambda: tm.build("llama", FROZEN), True),
     "a head that trains": (lambda: tm.build("llama", HEAD), False),
-    "a tied head that trains": (lambda: tm.build("gpt2", HEAD, **TIED), False),
     "a bias of the head that trains": (lambda: with_bias(tm.build("llama", LORA), trains=True), False),
     "an adapter on the head": (lambda: tm.build("llama", lora(target_modules=["lm_head", "q_proj"])), False),
     "a copy of the head": (lambda: tm.build("llama", lora(modules_to_save=["lm_head"])), False),
@@ -115,9 +115,6 @@ OTHERS: dict[str, tuple[Callable[[], Any], bool]] = {
 def test_what_is_not_a_plain_frozen_head_keeps_its_logits(name: str) -> None:
     made, fused = OTHERS[name]
     exactly(made(), fused=fused)
-
-
-# --- any targets, any chunks -----------------------------------------------------------------------------------------
 
 
 def hidden_and_head(rows: int, tokens: int, vocabulary: int, seed: int, *, bias: bool) -> tuple[Tensor, nn.Linear, Any]:
@@ -267,9 +264,6 @@ def test_logits_of_low_precision_are_never_copied_whole(kind: torch.dtype) -> No
     torch.testing.assert_close(nll_M.detach().view(4, 25)[:, :-1], expected_RT, rtol=1e-6, atol=1e-6)
 
 
-# --- what is held, and what is computed ------------------------------------------------------------------------------
-
-
 def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """In an engine's step nothing is larger than a chunk, and prompts and padding are not multiplied at all."""
     vocabulary, at_once = 3000, 16
@@ -321,7 +315,16 @@ def test_hits_are_where_the_target_has_the_highest_logit(family: str, autocast: 
     assert 0 < int(hit_M.sum()) < len(positions)
 
 
-# --- the model stays as it was ---------------------------------------------------------------------------------------
+def test_shapes_alone_can_be_run_for_the_planner() -> None:
+    meta = torch.device("meta")
+    with meta:
+        net = tiny.model("llama", vocab_size=VOCABULARY).requires_grad_(False)
+        net.model.layers[1].requires_grad_(True)
+    with tally():
+        scorer = TokenLosses(net, meta)
+        for tokens in (tm.ALONE, tm.TOKENS):
+            losses(scorer, net, ragged(tokens).to(meta)).sum().backward()
+    assert net.model.layers[1].mlp.up_proj.weight.grad.shape == (24, 16)
 
 
 def test_looking_leaves_no_trace() -> None:
@@ -357,9 +360,8 @@ def test_virtual_tokens_are_refused() -> None:
     for family in ("llama", "gemma2"):
         net = tiny.model(family, vocab_size=VOCABULARY)
         tuned = get_peft_model(net, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-        scorer = TokenLosses(tuned, tm.CPU)
         with pytest.raises(Refused, match="without virtual tokens"):
-            scorer(ragged(tm.ALONE))
+            TokenLosses(tuned, tm.CPU)(ragged(tm.ALONE))
 
 
 def test_whoever_watches_the_head_sees_logits() -> None:
