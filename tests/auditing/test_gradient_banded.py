@@ -17,12 +17,7 @@ STARTS = (0, 25)
 
 
 def run(
-    seed: int,
-    canaries: int = 1000,
-    *,
-    noise: float = NOISE,
-    missing: tuple[int, ...] = (),
-    often: float = 1.0,
+    seed: int, canaries: int = 1000, *, noise: float = NOISE, missing: tuple[int, ...] = (), often: float = 1.0
 ) -> GradientTable:
     """What a run would release that was resumed once: noise that takes back earlier noise, canaries in their turns alone."""
     generator = np.random.default_rng(seed)

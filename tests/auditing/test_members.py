@@ -16,13 +16,7 @@ from score_tables import token_table
 
 from dpllm.auditing import members as audit
 from dpllm.auditing.attacks import TOKEN_ATTACKS
-from dpllm.auditing.members import (
-    MEMBERSHIP,
-    SHIFT,
-    audit_run_members,
-    rows_of_run,
-    scores,
-)
+from dpllm.auditing.members import MEMBERSHIP, SHIFT, audit_run_members, rows_of_run, scores
 from dpllm.errors import ConfigError, DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.run.directory import Run, RunDir

@@ -109,15 +109,7 @@ def embedder() -> Embedder:
     return Embedder(wide, words, 40)
 
 
-TEXTS = [
-    "Anna has a red boat.",
-    "seven plums",
-    "Erik",
-    "the old key and two letters " * 9,
-    "",
-    "   ",
-    "two letters ",
-]
+TEXTS = ["Anna has a red boat.", "seven plums", "Erik", "the old key and two letters " * 9, "", "   ", "two letters "]
 
 
 def test_a_text_has_the_mean_of_its_last_states_at_length_1(embedder: Embedder) -> None:

@@ -392,11 +392,7 @@ def test_tokens_of_a_pass_are_a_whole_number(model: nn.Module, ledger: dpllm.Led
 
 
 def test_arguments_of_another_kind_are_one_line(model: nn.Module, ledger: dpllm.Ledger) -> None:
-    wrong: list[Any] = [
-        lambda: dpllm.train("file.yaml"),
-        lambda: dpllm.plan(3),
-        lambda: dpllm.load_recipe(["data"]),
-    ]  # type: ignore[arg-type]
+    wrong: list[Any] = [lambda: dpllm.train("file.yaml"), lambda: dpllm.plan(3), lambda: dpllm.load_recipe(["data"])]  # type: ignore[arg-type]
     wrong += [lambda: engine(model, None), lambda: engine(model, ledger, plan="file.yaml")]  # type: ignore[arg-type]
     for call in wrong:
         with pytest.raises(ConfigError) as refusal:

@@ -172,8 +172,7 @@ STATES = {
         record=of_ledger(final=True, budget=FILTER, imported=1, spent_epsilon=11.0),
     ),
     "tuning group": State(
-        ("| Tuning group | `sweep-1`: 3 runs", "together ε = 4.201 at δ = 1e-05"),
-        record=of_ledger(group=GROUP),
+        ("| Tuning group | `sweep-1`: 3 runs", "together ε = 4.201 at δ = 1e-05"), record=of_ledger(group=GROUP)
     ),
     "interrupted": State(
         ("40 taken of 100 planned; interrupted", "- the run was interrupted.", "| Stopping | after 40 of 100 steps"),
