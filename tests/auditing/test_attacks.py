@@ -1,7 +1,5 @@
 """Attacks on tokens are what their formulas say, sequence by sequence, and the table reads back as it was written."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,8 +17,6 @@ from dpllm.auditing import attacks, statistics
 from dpllm.auditing.attacks import TOKEN_ATTACKS
 from dpllm.auditing.table import TokenTable, read_tokens, sum_up, write_tokens
 from dpllm.errors import ConfigError
-
-# Scores.
 
 
 def test_attacks_have_a_fixed_direction():
@@ -40,9 +36,6 @@ def test_extraction_counts_each_side_and_the_control():
     ]
     expected = {"inserted": 3, "tuned": 2, "base": 1, "held_out": 2, "held_out_tuned": 1}
     assert attacks.greedy_extraction(rows) == expected
-
-
-# The primary score.
 
 
 @pytest.mark.parametrize("left", [0.0, 0.4, 1.0])
@@ -73,9 +66,6 @@ def test_the_slope_does_not_know_the_coins(seed):
 def test_without_anything_to_fit_the_slope_is_that_of_the_ratio():
     assert attacks.slope([]) == 1.0
     assert attacks.slope([row("a", base=-3.0), row("b", base=-3.0, tuned=-1.0)]) == 1.0
-
-
-# The token table.
 
 
 def make_table(lengths: list[int], seed: int = 0, certain: bool = False) -> TokenTable:

@@ -1,7 +1,5 @@
 """audit.json reads back as it was written, and a damaged one is refused by the name of its field."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

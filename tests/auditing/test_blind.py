@@ -1,7 +1,5 @@
 """The blind control: silent where two sides are alike, loud where words, form or length differ, blind to the row it judges."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Extraction from probabilities: exact to the last sample, and every count beside its control."""
 
-from __future__ import annotations
-
 import json
 import math
 from fractions import Fraction
@@ -24,9 +22,6 @@ def make_table(tuned, base, rows=(), **columns):
 
 def candidate(index, group, inserted):
     return row(f"c{index}", group, inserted)
-
-
-# (n, p).
 
 
 @settings(derandomize=True, deadline=None)
@@ -75,9 +70,6 @@ def test_attempts_lose_nothing_at_the_ends():
 def test_values_out_of_range_are_refused(log_p, p):
     with pytest.raises(ValueError, match="attempts needs"):
         attempts(log_p, p)
-
-
-# The table.
 
 
 def test_a_sequence_is_the_product_of_its_tokens():

@@ -1,7 +1,5 @@
 """What gradient canaries show: of a mechanism that keeps its Plan nothing false, of one that does not the difference."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

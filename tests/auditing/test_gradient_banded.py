@@ -1,7 +1,5 @@
 """Gradient canaries under banded noise: whitened, read in their own turns, across attempts and steps that were not seen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

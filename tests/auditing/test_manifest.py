@@ -1,7 +1,5 @@
 """Manifests of canaries: what a stranger may write, what is refused, and what follows without coins or references."""
 
-from __future__ import annotations
-
 import json
 import random
 from types import SimpleNamespace
@@ -46,9 +44,6 @@ def refusal(path, lines):
     return str(caught.value)
 
 
-# Reading.
-
-
 def test_a_stranger_writes_one_object_a_line(tmp_path):
     lines = [COINS, *entries(60, references=30), ""]
     result = read_manifest(write(tmp_path / "m.jsonl", lines))
@@ -80,9 +75,6 @@ def test_the_manifest_of_a_run_is_checked_against_its_commitment(tmp_path):
     path.write_text(json.dumps(value))
     with pytest.raises(ConfigError, match="commitment"):
         read_manifest(path)
-
-
-# Refusals.
 
 
 @pytest.mark.parametrize(
@@ -149,9 +141,6 @@ def test_coins_that_contradict_what_is_said_of_them_are_refused(tmp_path):
     lines = [canary(number, number >= 25) for number in range(200)]
     assert "175 of 200" in refusal(tmp_path / "m.jsonl", [COINS, *lines])
     assert not read_manifest(write(tmp_path / "m.jsonl", lines)).independent_coins
-
-
-# What follows.
 
 
 def summarise(monkeypatch, planned, claim, lift, seed, base_shift=0.0):

@@ -1,7 +1,5 @@
 """Membership inference on real rows: one unit is one observation, and nothing is called membership that words explain."""
 
-from __future__ import annotations
-
 import json
 import random
 import zlib
@@ -82,9 +80,6 @@ def scoring(monkeypatch, gain=None, drift=None):
     return seen
 
 
-# What is found.
-
-
 def test_what_the_tuned_model_learned_is_membership_inference(models, monkeypatch):
     rng, draw = random.Random(0), np.random.default_rng(0)  # of other rows, one set in fourteen is called a shift
     scoring(monkeypatch, gain=lambda place: draw.normal(0.5 if place < 120 else 0.0, 0.15))
@@ -149,9 +144,6 @@ def test_the_classifier_reads_what_the_models_read_and_no_more(models, monkeypat
     report = audit_members(models, *long, "text", settings(max_length=20))
     assert report["word"] == MEMBERSHIP
     assert report["controls"]["blind"]["auc"] == 0.5
-
-
-# One unit is one observation.
 
 
 def test_a_row_in_chunks_is_one_observation(models, monkeypatch, seed):
@@ -224,9 +216,6 @@ def test_rows_without_anything_to_predict_are_no_observations(models, monkeypatc
     assert (report["members"], report["non_members"]) == (60, 60)
 
 
-# What is refused.
-
-
 @pytest.mark.parametrize(("few", "side"), [((49, 80), "members"), ((80, 49), "non-members")])
 def test_too_few_rows_are_refused(models, monkeypatch, few, side):
     rng = random.Random(0)
@@ -271,9 +260,6 @@ def test_a_non_member_shares_no_owner_with_a_member():
     outside = [[{"text": "b", "who": "cy; ben"}], [{"text": "c", "who": ["cy"]}]]
     with pytest.raises(ConfigError, match="1 of 2 units are units of members too"):
         check_overlap(inside, outside, "text", unit="who", max_examples_per_unit=1, owners="several")
-
-
-# Members of a run.
 
 
 def write_run(tmp_path, **changes):

@@ -1,7 +1,5 @@
 """Models trained elsewhere: what is loaded, what does not belong together, and where a report may lie."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -77,9 +75,6 @@ def refusal(path, base):
     return str(caught.value)
 
 
-# Loading.
-
-
 def test_an_adapter_is_scored_beside_its_own_base(adapter, base):
     models, kind, name = load(adapter, None)
     assert (kind, name) == ("LORA adapter", str(base))
@@ -123,9 +118,6 @@ def test_modules_that_were_saved_whole_are_switched_off_with_the_adapter(base, t
     models = load(path, None)[0]
     with models.base() as before:
         torch.testing.assert_close(logits(before), logits(AutoModelForCausalLM.from_pretrained(base)))
-
-
-# What does not belong together.
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path):
@@ -225,9 +217,6 @@ def test_a_whole_model_needs_a_base_of_its_own_shape(base, tmp_path):
     broken = copy(base, tmp_path / "broken")
     (broken / "model.safetensors").unlink()
     assert "no causal language model could be loaded from it" in refusal(broken, str(base))
-
-
-# Claims, files, reports.
 
 
 def test_a_claim_is_an_epsilon_with_its_delta():

@@ -1,7 +1,5 @@
 """Canary pairs in an audit: a score is the margin of implicit rewards, of the very tokens that trained."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from pathlib import Path
 

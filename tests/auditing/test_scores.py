@@ -1,7 +1,5 @@
 """Scoring: the right tokens, the right numbers whatever shares the batch, and tables without texts."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import random
@@ -165,9 +163,6 @@ def test_scores_that_are_not_finite_are_refused():
         score(broken, *random_sequences(3), 100)
 
 
-# Where the secret is.
-
-
 @pytest.mark.parametrize("fmt", ["text", "prompt_completion", "messages"])
 def test_the_secret_is_found_in_the_encoding_that_trains(tokenizer, fmt):
     sequence, mask = encode_secret(CANARY, fmt, tokenizer, tiny.reads(128, "truncate"))
@@ -197,9 +192,6 @@ def test_a_canary_that_does_not_fit_is_refused(tokenizer, long_examples):
         encode_secret(CANARY, "text", tokenizer, tiny.reads(length - 3, long_examples))
     assert CANARY.secret not in str(caught.value)
     assert CANARY.carrier not in str(caught.value)
-
-
-# The table.
 
 
 class Pair:

@@ -1,7 +1,5 @@
 """Attacks with shadows: their formulas, their direction, and what they may not know."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -31,9 +29,6 @@ def areas(rows, shadows):
     coins = np.array([row.inserted for row in rows])
     attack_scores = shadow_scores(rows, shadows)
     return {name: statistics.auc(score[coins], score[~coins]) for name, score in attack_scores.items()}
-
-
-# LiRA.
 
 
 def draw_coins(rng, shape):
@@ -119,9 +114,6 @@ def test_shadows_that_all_agree_give_finite_scores():
     assert LIFT_FLOOR > 0
 
 
-# All of them, on a target.
-
-
 def test_shadows_beat_the_ratio_where_canaries_differ_in_difficulty(seed):
     rng = np.random.default_rng([seed, 6])
     for shadows, gain in ((4, 0.05), (16, 0.1)):
@@ -148,9 +140,6 @@ def test_the_order_of_rows_does_not_matter():
     again = shadow_scores(rows[::-1], shadows)
     for name, scores in attack_scores.items():
         assert again[name] == pytest.approx(scores[::-1], abs=1e-9), name
-
-
-# One canary, many runs.
 
 
 def one_canary(coins, scores):

@@ -1,7 +1,5 @@
 """Exposure, areas and rates: right by other means of computing them, and intervals that cover."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -14,9 +12,6 @@ from scipy import special, stats
 from dpllm.auditing import statistics
 
 SIGNIFICANCE = 1e-8
-
-
-# Exposure.
 
 
 @settings(deadline=None)
@@ -38,8 +33,6 @@ def test_rank_sum_looks_in_one_direction_and_survives_degenerate_scores():
     assert statistics.rank_sum_p_value([1.0, 1.0], [1.0, 1.0]) == 1.0
     assert statistics.rank_sum_p_value([], [1.0]) is None
 
-
-# AUC.
 
 scores = st.lists(st.integers(0, 8).map(float), min_size=2, max_size=25)
 
@@ -136,9 +129,6 @@ def test_no_variance_in_the_sample_gives_a_wide_interval(positives, negatives):
 def test_auc_of_one_side_alone_is_not_stated():
     assert statistics.auc([], [1.0]) is None
     assert statistics.auc([1.0], []) is None
-
-
-# True positive rate.
 
 
 def test_tpr_counts_positives_above_all_but_one_percent_of_the_negatives():

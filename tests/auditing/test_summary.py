@@ -1,7 +1,5 @@
 """The summary of an audit: everything that reports read, and a verdict that says no more than was shown."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -60,9 +58,6 @@ def make_table(rng, lift, groups=((1, 200), (4, 20)), references=300):
         base = rng.normal(-18, 2)
         rows.append(row(f"r{index}", 0, None, base + rng.normal(0, 0.5), base))
     return rows
-
-
-# The verdict.
 
 
 def bound(value, ceiling=3.7, num_canaries=200, alpha=0.05):
@@ -249,9 +244,6 @@ def test_the_limit_of_single_units_is_that_of_the_whole_mechanism_where_it_is_lo
     assert people.limits(4, whole) == {**pair, "auc": 0.6}
 
 
-# The summary.
-
-
 def test_a_summary_finds_what_was_memorised_and_only_that(seed):
     rng = np.random.default_rng([seed, 5])
     nothing = summarised(make_table(rng, 0.0), CLAIM, alpha=0.05, falling=(10, 50, 100))
@@ -295,9 +287,6 @@ def test_groups_of_which_none_or_all_were_inserted_are_summarised():
 def test_a_table_without_references_is_refused():
     with pytest.raises(ConfigError, match="no references"):
         summarised([row("a")], CLAIM, alpha=0.05, falling=(10,))
-
-
-# What is computed again.
 
 
 def checked(folder, report):

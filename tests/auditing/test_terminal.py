@@ -1,7 +1,5 @@
 """An audit on a terminal of 80 columns: every cell on one line, and the rows of the card."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a model card must and must not say."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import itertools
@@ -41,8 +39,6 @@ from dpllm.errors import ConfigError
 from dpllm.privacy.events import dp_sgd_event
 from dpllm.privacy.noise import noise_scale
 from dpllm.statement import formatting
-
-# What is said
 
 
 def test_the_statement_carries_the_same_numbers_as_plan_and_record() -> None:
@@ -155,9 +151,6 @@ def test_a_card_without_a_second_accountant_says_so() -> None:
     assert "none supports" not in words_of()
 
 
-# No guarantee
-
-
 def test_baseline_says_so_first_and_gives_no_audit_numbers(tmp_path: Path) -> None:
     measured = audit(audits_run=31337)
     run = make_run(tmp_path, baseline(), plan(), baseline_record(), measured)
@@ -198,9 +191,6 @@ def test_a_lower_bound_above_the_claim_takes_the_guarantee_away() -> None:
     text, block = render_card(config(), plan(), record(), the_audit)
     assert block["guarantee"] is False
     assert "audit of these weights contradicts it" in first_line(text)
-
-
-# Nothing private
 
 
 def test_nothing_private_is_read(tmp_path: Path) -> None:
@@ -267,9 +257,6 @@ def test_local_and_builtin_models_are_not_linked_to_the_hub() -> None:
 def test_datasets_lists_public_hub_data_only(train: str, public: bool, listed: list[str] | None) -> None:
     recipe = config(data={"train": train, "public": public})
     assert front_matter(render_card(recipe, plan(), record(), None)[0]).get("datasets") == listed
-
-
-# Files
 
 
 def test_the_front_matter_names_the_statement_by_its_hash(tmp_path: Path) -> None:

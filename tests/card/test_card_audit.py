@@ -1,7 +1,5 @@
 """What a card says of an audit, and which audits it does not take."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What was released about the data stands on the card, with what it costs together with the run, if it is these data."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The card of a synthetic data set: what datasets loads, what it states with a guarantee, and what it does not without one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The card of texts by private inference: what datasets loads, which epsilon stands there, and text that would break the page."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The cards in model_cards/ are what their run.json, plan.json, recipe and audit give, byte for byte, and verify."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """What an author states of a deployment: on the card, in the statement, and in an entry of the DP Deployments Registry."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
@@ -48,9 +46,6 @@ def leaves(value: Any, where: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
         return {name: leaf for key, inner in value.items() for name, leaf in leaves(inner, f"{where}.{key}").items()}
     return {where: value}
-
-
-# The statement and the card.
 
 
 def test_every_key_is_optional_and_absent_unless_it_is_given() -> None:
@@ -100,9 +95,6 @@ def test_what_says_nothing_or_has_no_place_is_refused(changes: dict[str, str]) -
         make_config(raw(), keys, "recipe.yaml")
 
 
-# The registry.
-
-
 @pytest.mark.parametrize("deployment", [{}, SAID, *({key: value} for key, value in SAID.items())])
 def test_an_entry_keeps_to_the_schema(deployment: dict[str, Any]) -> None:
     jsonschema.validate(entry(deployment), SCHEMA)
@@ -149,9 +141,6 @@ def test_a_run_without_a_guarantee_is_no_deployment_of_one() -> None:
     block = render_card(config(), plan(), broken(), None)[1]
     with pytest.raises(ConfigError, match="gives no differential privacy guarantee"):
         registry.entry(privacy_record.read(block), config())
-
-
-# Words of the law.
 
 
 def test_no_word_of_dpllm_calls_anything_anonymous() -> None:

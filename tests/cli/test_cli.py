@@ -1,7 +1,5 @@
 """The command line: quick where it can be, exit codes as documented, overrides wherever they stand."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """``dpllm epsilon``: the number, its inverse, the table, the prose, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

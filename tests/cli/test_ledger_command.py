@@ -1,7 +1,5 @@
 """``dpllm ledger``: what people type, what they are told, and one line and an exit code for everything that is wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

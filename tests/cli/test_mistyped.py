@@ -1,7 +1,5 @@
 """What people mistype gets a sentence of its own, before a model is loaded."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

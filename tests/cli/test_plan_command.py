@@ -1,7 +1,5 @@
 """``dpllm plan``: quick, without torch, complete beside a refusal, the same for people and machines."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -41,9 +39,6 @@ def give_budget(root: Path, epsilon: float) -> None:
         set_budget(book, "notes", Budget(epsilon, 1e-3, "example", "zero_out"))
 
 
-# --- quick and light -------------------------------------------------------------------------------------------------
-
-
 LIGHT = {
     "json": ["--json"],
     "table": [],
@@ -75,9 +70,6 @@ def test_an_epsilon_out_of_reach_is_refused_at_once(recipe: Path, steps: int) ->
     assert "epsilon 0.0001 at delta" in run.stderr
     assert "not reachable" in run.stderr
     assert seconds < 10.0  # of processor time
-
-
-# --- what it says ----------------------------------------------------------------------------------------------------
 
 
 def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,9 +156,6 @@ def test_advice_is_shown_and_refuses_nothing(recipe: Path, capsys: pytest.Captur
     assert "Advice: epsilon" in out
     assert err == ""
     assert any("below 0.5" in text for text in value(capsys, 0, recipe, *weak)["advice"])
-
-
-# --- model ----------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_certified_is_null() -> None:

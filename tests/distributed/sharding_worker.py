@@ -5,8 +5,6 @@ FOLDER/world<W>_rank<R>.pt and, of each variant, an adapter as the run exports i
 ranks compare every architecture of tests/tiny.py, sharded and whole, and leave FOLDER/families_rank<R>.pt.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

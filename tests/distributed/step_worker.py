@@ -1,7 +1,5 @@
 """The processes of tests/distributed/test_steps.py: three ranks, two, and one alone, on the same sampling key."""
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 from dataclasses import replace

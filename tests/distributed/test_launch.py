@@ -1,7 +1,5 @@
 """accelerate launch with two processes is one run: one group, one reservation, every step charged once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

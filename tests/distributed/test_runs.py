@@ -1,7 +1,5 @@
 """Whole runs of several processes: the same run as one process's, and one end for all of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

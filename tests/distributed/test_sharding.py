@@ -1,7 +1,5 @@
 """A base model cut over two processes trains what a whole one trains: the same losses, sums, updates and files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What of a recipe, a launch file or a model cannot be sharded, and how the parts reach their devices; without processes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

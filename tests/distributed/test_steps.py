@@ -1,7 +1,5 @@
 """Several processes take the steps that one would: one logical batch, one sum, one noise, one update."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -26,9 +26,6 @@ ROWS = dp_sgd_event(0.02, 4.0, 5, 3)  # of data.sampling: example, whose Renyi d
 WHO = {"by": "bob", "reason": "paper"}
 
 
-# --- runs in any order -------------------------------------------------------------------------------------------------
-
-
 def test_the_filter_admits_as_many_runs_as_fit_and_says_so(ledger: Ledger):
     fixed_budget = budgets.set_budget(ledger, "notes", budget(8.0))
     assert fixed_budget.order == renyi.filter_order(8.0, DELTA)
@@ -205,9 +202,6 @@ def test_a_budget_that_comes_after_runs_counts_them_at_an_order_of_its_own(ledge
     assert budgets.set_budget(ledger, "notes", budget(8.0, order=5.1)) == fixed_budget
     left = renyi.allowance(8.0, DELTA, fixed_budget.order) - renyi.rdp(RUN, fixed_budget.order)
     assert admission.filter_left(ledger.account("notes")) == renyi.Fit(fixed_budget.order, left)
-
-
-# --- final -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_final_run_that_costs_exactly_the_budget_fits_at_the_budgets_own_delta(ledger: Ledger):

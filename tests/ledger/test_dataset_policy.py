@@ -1,7 +1,5 @@
 """Whose data a recipe trains on, and what is refused: every way of saying less than the ledger knows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Labels are drawn once, and what their account holds and may hold: check and reservation are one transaction."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

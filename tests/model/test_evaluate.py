@@ -1,7 +1,5 @@
 """Held-out loss and accuracy, against one example at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 

@@ -1,7 +1,5 @@
 """What a model writes follows from prompt and arguments alone: not from batches, nor from defaults that it brings."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

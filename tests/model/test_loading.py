@@ -1,7 +1,5 @@
 """What trains, what does not, and what a stranger can load."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,9 +46,6 @@ def logits(net: Any) -> torch.Tensor:
     ids = torch.tensor([[0, 40, 41, 42, 43, 44]])
     with torch.no_grad():
         return net.eval()(input_ids=ids).logits
-
-
-# --- LoRA ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -221,9 +216,6 @@ def test_the_table_counts_all_that_trains(bases: dict[str, Path], adapter: Json,
     assert sum(size for *_, size in rows) == sum(p.numel() for p in net.parameters() if p.requires_grad)
 
 
-# --- frozen layers ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "stablelm"])
 @pytest.mark.parametrize("final_norm", [True, False])
 def test_exactly_the_last_blocks_and_the_final_norm_train(
@@ -291,9 +283,6 @@ def test_checkpointing_is_not_reentrant(bases: dict[str, Path]) -> None:
     assert kinds == {False}
 
 
-# --- loading ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["absent", "builtin:huge", "some-org/some-model"])
 def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path, name: str) -> None:
     config = recipe(str(tmp_path / name) if name == "absent" else name)
@@ -301,9 +290,6 @@ def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path, name: str) 
         with pytest.raises(ConfigError, match=r"model\.name_or_path") as caught:
             load(config.model)
         assert "\n" not in str(caught.value)
-
-
-# --- export ----------------------------------------------------------------------------------------------------------
 
 
 def moved(net: torch.nn.Module) -> torch.nn.Module:

@@ -3,8 +3,6 @@
 For each place where rows are read together: private inference, embeddings, evaluation, preference pairs, audits and training.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Passes have the shape that public numbers say: what does not fit is said or halved, nothing is changed, no data is seen."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Sequence
@@ -76,9 +74,6 @@ class Fake:
         return self.packing.tokens
 
 
-# --- the shape -------------------------------------------------------------------------------------------------------
-
-
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(
     batch=st.integers(1, 5000),
@@ -129,9 +124,6 @@ def test_gradients_that_do_not_fit_side_by_side_are_formed_twice(
             assert result.most_units <= units
         else:
             assert result.most_units == result.tokens // 2  # as many as there can be
-
-
-# --- the rehearsal ---------------------------------------------------------------------------------------------------
 
 
 def test_passes_that_need_more_than_nine_tenths_of_free_memory_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,9 +211,6 @@ def test_ranks_agree_on_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert here.fit(recipe()) == 256
 
 
-# --- in the loop -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -247,8 +236,6 @@ def test_other_errors_stay_what_they_are(error: BaseException) -> None:
         raise error
     assert caught.value is error
 
-
-# --- through the engine ----------------------------------------------------------------------------------------------
 
 CASES: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -368,9 +355,6 @@ def test_what_cannot_be_clipped_is_refused_and_not_taken_for_memory() -> None:
     with pytest.raises(Refused, match="nobody can clip"):
         engine.rehearse(rehearsal(engine))
     engine._model.forward = forward
-
-
-# --- the recipe ------------------------------------------------------------------------------------------------------
 
 
 def test_auto_is_no_part_of_the_promise() -> None:

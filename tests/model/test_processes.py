@@ -1,7 +1,5 @@
 """What the processes of a run tell each other, as far as one can see it; several are in tests/distributed."""
 
-from __future__ import annotations
-
 import threading
 import time
 

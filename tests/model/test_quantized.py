@@ -1,7 +1,5 @@
 """A quantised base under adapters: private steps are exact and rows stay apart. Needs the extra ``quant``; runs on a CPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from dataclasses import replace
@@ -51,9 +49,6 @@ def engine_of(net: Any, **arguments: Any) -> StepEngine:
 
 def units(count: int = 3) -> list[Unit]:
     return [tm.unit((length,), seed=length, vocabulary=VOCABULARY) for length in (9, 17, 12)[:count]]
-
-
-# --- what runs -------------------------------------------------------------------------------------------------------
 
 
 @needs_bitsandbytes
@@ -138,9 +133,6 @@ def test_what_is_exported_is_scored_as_it_trained(folder: Path, tmp_path: Path) 
     assert float((ours - other).abs().max()) > 1e-2
 
 
-# --- rows stay apart -------------------------------------------------------------------------------------------------
-
-
 def coupling(net: Any) -> float:
     """How far the first row's loss moves when the second holds another token, in a model with large activations.
 
@@ -183,9 +175,6 @@ def test_outlier_columns_would_couple_rows(folder: Path, tmp_path: Path, monkeyp
     assert coupling(net.eval()) > 0.0
     with pytest.raises(Refused, match="one row would change the contributions of others"):
         checked(net)
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 @needs_bitsandbytes

@@ -1,7 +1,5 @@
 """Rows that are read together: the same bits as beside any others, and the logits of each alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Encoders that read in both directions: their own pooling and places, and the same bits in any company."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The small copy of a model that is checked in float32, where the run itself computes in less."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

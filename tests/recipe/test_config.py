@@ -1,7 +1,5 @@
 """What the recipe promises: closed, frozen, typed, and one clear line for every mistake."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ A change of the house must leave every Plan as it is. One that is meant: delete 
 the difference, and write it in the CHANGELOG. Processors round differently, in the last digits only.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import product

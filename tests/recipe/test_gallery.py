@@ -1,7 +1,5 @@
 """The gallery: every recipe plans from the shape of its model, says what the planner says, and follows the rules of the docs."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Configurations of LLaMA-Factory, axolotl and TRL as their documentation shows them: each becomes a recipe that parses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names and digests of recipes: old ones keep theirs, and no source tells where it lies."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

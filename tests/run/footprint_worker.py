@@ -5,8 +5,6 @@ Its passes are full of rows of full length, but the last, which has as many rows
 Arguments: a directory with config.json, rows of a pass, tokens of a row, passes, lora or frozen. Prints bytes.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

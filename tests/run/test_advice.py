@@ -3,8 +3,6 @@
 Noise per unit of signal is what a simulation shows, and the suggested batch is within 10% of the best with the most steps.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from contextlib import nullcontext
@@ -110,9 +108,6 @@ def test_a_batch_too_small_for_its_noise_and_the_advice_mends_it(data: dict[str,
     best = signal(planned(512, 50)[1])
     assert signal(better) <= 1.02 * NEAR_BEST * best
     assert signal(planned(size // 2, 2 * steps)[1]) > 0.98 * NEAR_BEST * best
-
-
-# --- noise per unit of signal ------------------------------------------------------------------------------------------
 
 
 def test_noise_per_signal_is_the_ratio_in_the_sum_of_all_updates(seed: int) -> None:

@@ -1,7 +1,5 @@
 """What a step brings: the quantile is Binomial's."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

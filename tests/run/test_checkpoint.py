@@ -1,7 +1,5 @@
 """A checkpoint is whole or refused, the one before it is kept, and neither holds randomness."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
@@ -75,9 +73,6 @@ def test_what_is_saved_comes_back(run: RunDir) -> None:
     assert repr(optimizer.state_dict()) == repr(moments.state_dict())
 
 
-# --- damage ----------------------------------------------------------------------------------------------------------
-
-
 def test_lost_steps_are_kept(run: RunDir) -> None:
     save(run, 1, 8, lost=2)
     assert newest(run)[1].lost == 2
@@ -145,9 +140,6 @@ def test_a_checkpoint_of_other_layers_is_refused(run: RunDir) -> None:
 def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         load_resume(RunDir(tmp_path), *pair(2))
-
-
-# --- what lies on the disk -------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_holds_no_seed_and_no_generator_state(run: RunDir) -> None:

@@ -1,7 +1,5 @@
 """A run directory: atomic JSON, a private part, and a clear() that takes only what a run wrote."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """A step has a deadline, and what lies between two steps has none; ranks that fail are in tests/distributed."""
 
-from __future__ import annotations
-
 import time
 
 from dpllm.run.failures import StepDeadline

@@ -1,7 +1,5 @@
 """A footprint counts the model that would train, from its configuration alone, and is not far from what a run needs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -182,9 +180,6 @@ def test_a_model_that_is_not_there_is_a_wrong_recipe(name: str, message: str) ->
         footprint(recipe(name))
 
 
-# --- the tally -------------------------------------------------------------------------------------------------------
-
-
 def test_the_tally_holds_gradients_alone_after_a_backward_pass() -> None:
     with torch.device("meta"):
         layers = nn.Sequential(nn.Linear(30, 50), nn.Linear(50, 20, bias=False))
@@ -223,8 +218,6 @@ def test_attention_holds_what_a_fused_kernel_holds() -> None:
         out.sum().backward()
     assert nn.functional.scaled_dot_product_attention is before
 
-
-# --- against real steps ----------------------------------------------------------------------------------------------
 
 MALLOC = {
     "MALLOC_MMAP_MAX_": "65536",

@@ -1,7 +1,5 @@
 """Launch files are what accelerate reads and what their first line types; each process needs a GPU of its own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Of a run, every file is the one that it wrote, or nothing follows from it."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 from typing import Any

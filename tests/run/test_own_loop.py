@@ -1,7 +1,5 @@
 """A loop of one's own has the guarantee of a recipe, or is refused before anything is spent."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What steps released along gradient canaries stays on disk, whatever ends the run."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

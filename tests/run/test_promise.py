@@ -1,7 +1,5 @@
 """Every guard is found, whatever else is wrong, and what can be computed beside a refusal is."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Held-out figures leave where weights and rows allow it, and nowhere else."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A resumed run is the run that was interrupted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

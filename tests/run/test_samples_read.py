@@ -1,7 +1,5 @@
 """Prompts of samples: which are refused before anything is spent, and what a model in training is afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page on several GPUs says what its script computes, and the script counts what the planner counts on real models."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """What a run says: a bar where it can be redrawn, lines in a log, and no private figure where somebody keeps them."""
 
-from __future__ import annotations
-
 import io
 import sys
 from pathlib import Path
@@ -110,9 +108,6 @@ def test_a_notebook_redraws_where_it_can_and_keeps_no_private_figure(
             assert (what in shown) is (public and widgets)
 
 
-# --- what takes long ---------------------------------------------------------------------------------------------------
-
-
 def shown(
     monkeypatch: pytest.MonkeyPatch,
     file: io.StringIO,
@@ -164,9 +159,6 @@ def test_a_step_says_how_far_it_is_once_it_takes_long(monkeypatch: pytest.Monkey
     assert "9 units, 900 of 1,000, 33 tokens/s, 0:00:03 left" in result
     assert "0 of 1,000" not in result.replace("900 of", "").replace("00 of", "")
     assert STEP not in shown(monkeypatch, Terminal(), STEP, public=False, pace=0.1)
-
-
-# --- the end ---------------------------------------------------------------------------------------------------------
 
 
 def record(**changes: Any) -> Any:

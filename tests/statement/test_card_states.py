@@ -1,7 +1,5 @@
 """Every state that a run can be in has a card, whose first line says what a reader must know first."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The guarantee in prose says what the numbers say, no more, and names what it takes for granted."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run owes to the model that it starts from: composition, refusals, exceptions, ancestors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -96,9 +94,6 @@ def reserve(book: Ledger, dataset: str = "notes") -> str:
     return claim.entry
 
 
-# Composition
-
-
 def test_without_a_block_there_is_no_lineage() -> None:
     assert lineage.compose_with_base(None, recipe(), dataset="notes", derived_from=None, book=None, plan=plan()) is None
     assert lineage.why_not(None) is None
@@ -160,9 +155,6 @@ def test_what_cannot_be_composed_says_why(reason: str) -> None:
     assert reason in record.reason
 
 
-# A base without a guarantee
-
-
 def test_a_base_without_a_guarantee_on_other_data_is_named_and_taints_nothing_else() -> None:
     record = settle(Base(unprotected(dataset="letters"), ()))
     assert lineage.why_not(record) is None
@@ -182,9 +174,6 @@ def test_no_guarantee_for_data_that_an_unprotected_base_was_trained_on(place: st
     assert why is not None
     assert "leaky" in why
     assert "without a guarantee" in why
-
-
-# The ledger
 
 
 def test_without_privacy_nothing_is_promised_together() -> None:
@@ -208,9 +197,6 @@ def test_derived_data_are_their_parents(book: Ledger) -> None:
     assert record.dataset == "notes"
     assert record.composed
     assert settle(base(), dataset="notes-2027", derived_from="notes").same_dataset
-
-
-# What is no model
 
 
 @pytest.mark.parametrize(

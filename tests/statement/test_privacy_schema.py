@@ -1,7 +1,5 @@
 """The privacy statement as a record: closed, documented, and kept to by every statement that is written or published."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

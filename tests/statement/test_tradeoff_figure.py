@@ -1,7 +1,5 @@
 """The figure of what a test for one person's presence can reach."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ET
 from typing import Any

@@ -1,7 +1,5 @@
 """What the embedded model and data promise: sizes, reproducibility, and nothing in common."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -82,9 +80,6 @@ def word_runs(texts: Iterable[str], length: int) -> set[tuple[str, ...]]:
     return runs
 
 
-# ---- names
-
-
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     pairs = {"builtin:clinic/pairs", "builtin:clinic/pairs_eval"}
     assert set(builtin.NAMES) == {"builtin:tiny", "builtin:clinic", "builtin:clinic/eval"} | pairs
@@ -92,9 +87,6 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         builtin.path("builtin:clinik")
     assert names.is_builtin("builtin:nothing")
     assert not names.is_builtin("data/builtin:tiny.jsonl")
-
-
-# ---- the clinic notes
 
 
 def test_the_clinic_has_enough_notes_and_patients_and_none_twice() -> None:
@@ -166,9 +158,6 @@ def test_the_vocabulary_holds_no_name_of_the_clinic() -> None:
     assert not words & real_names()
 
 
-# ---- the model
-
-
 def test_the_model_is_a_small_float32_llama() -> None:
     import torch
 
@@ -204,9 +193,6 @@ def test_no_digit_is_much_likelier_than_another() -> None:
     chosen_BT1 = (ids_BT[:, -8:, None] == digits_V).int().argmax(-1, keepdim=True)
     cost = -log_probs_BTV.gather(-1, chosen_BT1).mean().item()
     assert abs(cost - math.log(10)) < 0.15
-
-
-# ---- the tokenizer
 
 
 def test_each_digit_is_a_token_of_its_own_and_none_is_added() -> None:

@@ -1,7 +1,5 @@
 """A text is learned behind a line of its own row's values, of which no token is a target, and no other row has a say in it."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -37,9 +35,6 @@ def parts(sequence: TokenSequence) -> tuple[str, str]:
 
 def encoded(table: Any) -> list[tuple[str, str]]:
     return [parts(sequence) for unit in units_of(table, max_length=2048) for sequence in unit.sequences]
-
-
-# --- what is learned -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
@@ -124,9 +119,6 @@ def test_a_plan_shows_the_line(tmp_path: Path) -> None:
     assert rendering.shape("text", CODES, None) == "masked: visit: ... | age: ...\nlearned: <text><eos>"
     assert rendering.shape("text", [], None) == "learned: <text><eos>"
     assert rendering.example(table.rows[0], "text", None) == "masked: visit: home | age: 54\nlearned: a<eos>"
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codes", [["a", "a"], [""], ["a;b"], ["a=b"], ["a|b"], ["a:b"], ["a\nb"], ["who"]])

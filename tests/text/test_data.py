@@ -1,7 +1,5 @@
 """What data become: rows of one format, whose they are, and refusals that never quote a row."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -38,9 +36,6 @@ TALKS = [
     for number in range(4)
 ]
 ROWS = {"text": TEXT, "prompt_completion": PROMPTED, "messages": TALKS}
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fmt", ROWS)
@@ -148,8 +143,6 @@ def test_a_row_keeps_the_columns_that_are_read_and_no_others(tmp_path: Path) -> 
     assert list(table.rows) == [Row({"text": "a"}, "p1", {"visit": "home", "age": 7}, "visit: home\n")]
 
 
-# --- refusals name file, row and column, and never the text -----------------------------------------------------------
-
 LINE = f'{{"text": "{SENTINEL}"}}\n'
 PAIR = '{"prompt": "a", "completion": "b"}\n'
 
@@ -250,9 +243,6 @@ def test_dataset_name_has_no_path_of_the_user(tmp_path: Path) -> None:
     paths = [str(write(tmp_path / "ward" / f"{name}.jsonl", TEXT)) for name in "ab"]
     for source, name in ((paths[0], "ward/a"), (paths, "ward/a+ward/b"), ("builtin:clinic",) * 2, ("org/name",) * 2):
         assert dataset_name(section(train=source)) == name
-
-
-# --- units -----------------------------------------------------------------------------------------------------------
 
 
 def units_of(rows: list[Json], limit: int) -> dict[str, list[str]]:

@@ -1,7 +1,5 @@
 """Which tokens of a row are learned, and what becomes of rows that are too long."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 import torch
@@ -15,8 +13,6 @@ from dpllm.privacy.loss import row_sums, token_losses
 from dpllm.privacy.packing import lay_out
 from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 from dpllm.text.tokens import encode, encode_units
-
-# --- which tokens are learned ----------------------------------------------------------------------------------------
 
 
 def encoded(row: Json, fmt: str) -> TokenSequence:
@@ -63,8 +59,6 @@ def test_nothing_to_predict_makes_no_sequence() -> None:
     assert encode(user, "messages", tokenizer(), tiny.reads(16, "truncate")) == []
     assert encode_units([tiny.rows([user])], "messages", tokenizer(), section()) == [Unit(())]
 
-
-# --- long examples ---------------------------------------------------------------------------------------------------
 
 LONG = {"text": " ".join(tiny.sentence(number) for number in range(9))}
 

@@ -1,7 +1,5 @@
 """Rows of a program: how each is written depends on that row and on public types, and what JSON cannot hold is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The layouts that trainers document: what is learned of each, and that no row decides for another one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Folders and files of any name are read, two columns of one name never are, and an empty text is the same in every format."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows of several people: which are kept follows from who has which row, and what one person's rows say changes nothing else."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -257,9 +255,6 @@ def test_without_the_rule_an_empty_row_teaches_its_end(tmp_path: Path, monkeypat
 )
 def test_an_empty_row_says_nothing(fmt: Any, row: Json, empty: bool) -> None:
     assert owners.is_empty(Row(row), fmt) is empty
-
-
-# --- other readers of owners ------------------------------------------------------------------------------------------
 
 
 def test_what_one_person_writes_to_many_is_not_a_template(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Preference pairs as trainers document them: what is learned of each answer, what is refused, and what makes one record."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Private rows are recognised by what they say, wherever a copy of them lies and wherever one stands."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import stat

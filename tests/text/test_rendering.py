@@ -1,7 +1,5 @@
 """Chats of several turns under templates of many habits: the assistant's turns are learned, whole, and nothing else."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import cache
@@ -248,8 +246,6 @@ def test_a_message_without_text_is_refused_by_its_row(tmp_path: Path, message: J
         load_rows(tmp_path, {"messages": talk("Who?", "Anna")}, {"messages": [*talk("Who?"), message]})
 
 
-# --- columns beside messages ------------------------------------------------------------------------------------------
-
 SCHEMA = {"name": "look_up", "description": "Looks up.", "parameters": {"content": {"of": "x"}}}
 TOOLS = [{"type": "function", "function": SCHEMA}]
 CHAT: Json = {"messages": talk("Who?", "Anna")}
@@ -315,9 +311,6 @@ def test_prompts_with_tools_are_refused(tmp_path: Path) -> None:
     rows = [{"messages": talk("Who?")}, {"messages": talk("Who?"), "tools": TOOLS}]
     with refused("line 2 has tools"):
         prompts.read_prompts(tiny.write_rows(tmp_path / "prompts.jsonl", rows))
-
-
-# --- text that was rendered before ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fmt", ["text", "prompt_completion", "preference"])

@@ -1,7 +1,5 @@
 """Rows that memory does not hold come back as they were, and are grouped as their values say."""
 
-from __future__ import annotations
-
 import stat
 import tempfile
 from datetime import datetime
@@ -61,9 +59,6 @@ def test_few_rows_never_touch_the_disk_and_many_leave_no_name_there(tmp_path: Pa
     assert not (tmp_path / "few").exists()
     assert list((tmp_path / "many").iterdir()) == []
     assert stat.S_IMODE((tmp_path / "many").stat().st_mode) == 0o700
-
-
-# --- units by their owner --------------------------------------------------------------------------------------------
 
 
 def grouped_in_memory(rows: list[Row], limit: int) -> list[list[Row]]:

@@ -1,7 +1,5 @@
 """Data as people have them: packed files, lists, csv of every kind, globs and several files give the rows that were written."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """How a prompt and its completion become one text: in training, where a plan tells of it, and where a model is asked."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

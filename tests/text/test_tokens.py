@@ -1,7 +1,5 @@
 """Units on disk are the units that memory would hold; they are tokenised once, whole or not at all, in little memory."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat
@@ -61,9 +59,6 @@ def in_memory(rows: list[Json], fmt: Any = "text", **values: Any) -> list[Unit]:
     return list(iter_units(list(groups), fmt, tokenizer(), section(**values)))
 
 
-# --- disk ------------------------------------------------------------------------------------------------------------
-
-
 def test_files_are_closed_when_nobody_reads_them(tmp_path: Path) -> None:
     process = psutil.Process()
     before = process.num_fds()
@@ -91,9 +86,6 @@ def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pyte
     with refused(r"No space left.*--output_dir"):
         make_units(table, sampled_rows(table, data_section), tokenizer(), data_section, tmp_path / "cache")
     assert entries(tmp_path) == []
-
-
-# --- the same units --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -158,9 +150,6 @@ def test_other_units_have_another_digest(tmp_path: Path) -> None:
     assert make(tmp_path / "b").digest == digest
     changed = make(tmp_path / "c", TEXTS[::-1]), make(tmp_path / "d", max_length=23), make(tmp_path / "e", TEXTS[:-1])
     assert digest not in {units.digest for units in changed}
-
-
-# --- the cache -------------------------------------------------------------------------------------------------------
 
 
 def entries(folder: Path) -> list[str]:
@@ -309,8 +298,6 @@ def test_of_several_threads_one_tokenises(tmp_path: Path, counted: list[int], mo
     assert (len(counted), len(units_made)) == (1, 4)
     assert {units.digest for units in units_made} == {make(tmp_path).digest}
 
-
-# --- memory ----------------------------------------------------------------------------------------------------------
 
 GROWS = """
 import json, os, sys

@@ -1,7 +1,5 @@
 """What the tests of rows share: small tables and their files, what of a text is learned, and refusals that quote no row."""
 
-from __future__ import annotations
-
 import bz2
 import contextlib
 import csv
