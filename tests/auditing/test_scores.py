@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from dpllm.auditing import attacks, scores
 from dpllm.auditing.scores import score, score_canaries
-from dpllm.auditing.table import read_tokens, sum_up
+from dpllm.auditing.table import sum_up
 from dpllm.canaries.canaries import plan_canaries
 from dpllm.canaries.texts import Canary, encode_secret
 from dpllm.errors import ConfigError
@@ -236,8 +236,3 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
         assert row.group == canary.group
         assert row.inserted == (None if canary.canary_id.startswith("r") else canary.inserted)
     assert len({number for number, _ in words}) == len({token for _, token in words}) == len(words)
-
-
-def test_an_audit_without_its_table_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="run dpllm audit first"):
-        read_tokens(tmp_path / "tokens.parquet")

@@ -53,12 +53,9 @@ def test_the_statement_carries_the_same_numbers_as_plan_and_record() -> None:
     assert block["plan"] == plan()
     assert block["composed"]["spent_epsilon"] == 4.25
     assert block["guarantee"] is True
-    assert block["base_model"] == {
-        "name": "openai-community/gpt2",
-        "revision": record()["model"]["commit"],
-        "covered": False,
-    }
-    assert matter["base_model"] == "openai-community/gpt2"
+    gpt2 = {"name": "openai-community/gpt2", "revision": record()["model"]["commit"], "covered": False}
+    assert block["base_model"] == gpt2
+    assert matter["base_model"] == gpt2["name"]
     assert matter["library_name"] == "peft"
     assert matter["tags"] == ["differential-privacy", "dp-sgd", "dpllm", "lora", "clinical"]
 

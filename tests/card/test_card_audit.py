@@ -22,7 +22,7 @@ def test_audit_stands_beside_its_controls_and_limits() -> None:
     assert "| ratio | 1 | 0.53 (0.45 to 0.61) | 0.9525 |" in text
     assert "| 1 | 99 | 1.61 | 1.44 | 1.41 | 0.21 | 6.90 | 0 of 99 | 0 of 99 | 0 of 101 |" in text
     assert text.index("| 1 | 99 |") < text.index("| 16 | 9 |")
-    assert block["audit"]["verdict"] == "consistent"
+    assert block["audit"] == audit(audits_run=3)
 
 
 def test_limit_of_repeated_canaries_is_that_of_the_group() -> None:
@@ -35,10 +35,6 @@ def test_limit_of_repeated_canaries_is_that_of_the_group() -> None:
     assert "All copies of a canary belong to one unit" in render_card(config(), plan(), record(), audit())[0]
 
 
-def test_an_audit_stands_in_the_statement_as_audit_json_holds_it() -> None:
-    assert render_card(config(), plan(), record(), audit())[1]["audit"] == audit()
-
-
 def test_limits_stand_beside_attacks_only_where_epsilon_is_guaranteed() -> None:
     refuted = audit(verdict="falsified", verdict_reason="The lower bound 4 exceeds the claim.")
     text, block = render_card(config(), plan(), record(), refuted)
@@ -49,13 +45,13 @@ def test_limits_stand_beside_attacks_only_where_epsilon_is_guaranteed() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"weights": {"adapter_model.safetensors": "ee" * 32}},
-        {"weights": {"model.safetensors": HASH}},
-        {"weights": {}},
+        *(
+            {"weights": hashes}
+            for hashes in ({"adapter_model.safetensors": "ee" * 32}, {"model.safetensors": HASH}, {})
+        ),
         {"claim": {"epsilon": 8.0, "delta": 1e-05, "unit": "patient_id"}},
         {"claim": {"epsilon": EPSILON, "delta": 1e-05, "unit": "example"}},
-        {"settings": {**SETTINGS, "alpha": 1e-9}},
-        {"settings": None},
+        *({"settings": settings} for settings in ({**SETTINGS, "alpha": 1e-9}, None)),
         {"canaries": {**audit()["canaries"], "commitment": "d1" * 32}},
     ],
 )

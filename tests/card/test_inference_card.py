@@ -63,11 +63,9 @@ def test_without_statistics_epsilon_is_that_of_the_texts(tmp_path: Path) -> None
 
 
 def test_statistics_without_a_total_have_no_epsilon() -> None:
-    record = inferred()
+    without_total = inferred().statistics.model_copy(update={"with_run": None})
     with pytest.raises(NotAStatement, match="with_run"):
-        inference.epsilon(
-            record.model_copy(update={"statistics": record.statistics.model_copy(update={"with_run": None})})
-        )
+        inference.epsilon(inferred().model_copy(update={"statistics": without_total}))
 
 
 def test_the_share_that_is_recognised_is_of_everything_that_was_released(folder: Path) -> None:
@@ -77,18 +75,16 @@ def test_the_share_that_is_recognised_is_of_everything_that_was_released(folder:
     assert f"at most {formatting.percent_bound(most)} of the training examples" in page(folder)
 
 
-def test_it_says_where_the_records_were_and_what_is_not_covered(folder: Path) -> None:
+def test_the_first_screen_of_ten_lines_says_where_the_records_were_and_the_page_what_is_not_covered(
+    folder: Path,
+) -> None:
     text = page(folder)
-    assert "in the prompts of `builtin:tiny`" in text.split("## For the data-protection officer")[0]
+    first = section.parts(text, inference.PARTS)["inference"].split("## For the data-protection officer")[0]
+    assert "in the prompts of `builtin:tiny`" in first
+    assert len([line for line in first.splitlines() if line]) <= 10
     assert "NVIDIA H100" in text
     assert "how often a draw was tried" in text
     assert "nothing but these rows was kept" in text
-
-
-def test_the_first_screen_has_at_most_ten_lines(folder: Path) -> None:
-    text = section.parts(page(folder), inference.PARTS)["inference"]
-    first = text.split("## For the data-protection officer")[0].strip().splitlines()
-    assert len([line for line in first if line]) <= 10
 
 
 def test_the_exact_range_of_a_draw_is_no_float() -> None:
@@ -121,11 +117,9 @@ def test_text_of_a_stranger_does_not_break_the_page(folder: Path, field: str, te
     record = Inference.checked({**stated(folder), field: value})
     made, plain = (inference.render(item)["inference"] for item in (record, inferred()))
     assert not re.search(r"<(?:!|/|script|style)", made)
-    inside = [line for line in made.splitlines() if line.startswith("#") or line.startswith(">")]
-    assert [line for line in inside if line.startswith("#")] == [
-        item for item in plain.splitlines() if item.startswith("#")
-    ]
-    assert len([line for line in inside if line.startswith(">")]) == 1
+    headings = [[line for line in page.splitlines() if line.startswith("#")] for page in (made, plain)]
+    assert headings[0] == headings[1]
+    assert len([line for line in made.splitlines() if line.startswith(">")]) == 1
     for line in made.splitlines():
         if line.startswith("|") and field != "quality":
             assert len(re.findall(r"(?<!\\)\|", line)) in (3, 4, 6), line
@@ -133,11 +127,14 @@ def test_text_of_a_stranger_does_not_break_the_page(folder: Path, field: str, te
 
 def test_hostile_text_in_all_fields_still_verifies(tmp_path: Path) -> None:
     text = HOSTILE[1]
-    verification = verify(
-        make_texts(
-            tmp_path / "a", prompt=text, dataset=text, software={text: text}, hardware={text: [text]}, dropped={text: 3}
-        )
-    )
+    changes = {
+        "prompt": text,
+        "dataset": text,
+        "software": {text: text},
+        "hardware": {text: [text]},
+        "dropped": {text: 3},
+    }
+    verification = verify(make_texts(tmp_path / "a", **changes))
     assert [check for check in verification.checks if check.status == "failed"] == []
 
 
@@ -149,16 +146,11 @@ def test_a_marker_in_a_text_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"rows": 0},
-        {"more": 1},
-        {"schema_version": 2},
+        *({"rows": 0}, {"more": 1}, {"schema_version": 2}, {"not_covered": []}, {"texts": True}, {"limits": None}),
         {"event": {"type": "pure_dp", "epsilon": 1.0}},
         {"event": {"type": "bounded_range", "range": 0.2, "count": 0}},
         {"event": {"type": "self_composed", "count": 3, "event": {"type": "bounded_range", "range": 0.2, "count": 24}}},
         {"neighbouring_relation": "replace_one"},
-        {"not_covered": []},
-        {"texts": True},
-        {"limits": None},
     ],
 )
 def test_a_record_is_closed(folder: Path, change: dict[str, object]) -> None:
@@ -173,9 +165,6 @@ def test_a_record_takes_events_and_json_alike() -> None:
     assert inferred().accountant.name == ACCOUNTANT
 
 
-def test_the_marked_part_is_as_it_was(folder: Path) -> None:
+def test_the_marked_part_is_as_it_was_and_quotes_no_row(folder: Path) -> None:
     assert_golden(section.parts(page(folder), inference.PARTS)["inference"] + "\n", GOLDEN)
-
-
-def test_rows_are_not_quoted(folder: Path) -> None:
     assert not any(row["text"] in page(folder) + json.dumps(stated(folder)) for row in ROWS)

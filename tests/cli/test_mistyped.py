@@ -57,9 +57,7 @@ def test_a_new_file_an_empty_one_and_a_link_can_be_a_ledger() -> None:
     Path("link").symlink_to("elsewhere.sqlite")
     assert open_ledger("folder/new/ledger.sqlite", create=False) is None
     for path in ("folder/new/ledger.sqlite", "empty", "folder/new/ledger.sqlite", "new.sqlite"):
-        ledger = open_ledger(path)
-        assert ledger is not None
-        ledger.close()
+        open_ledger(path).close()
 
 
 def test_plan_says_it_before_a_run_would_load_its_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import tiny
-from commands import fresh, write_recipe
+from commands import fresh, give_budget, write_recipe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
 
 from dpllm.cli import main
-from dpllm.cli.plan import dump
-from dpllm.ledger import Budget, open_ledger
-from dpllm.ledger.budgets import set_budget
+from dpllm.cli.plan import dump, largest_batch
+from dpllm.ledger import open_ledger
+from dpllm.privacy.schedule import Schedule
 from dpllm.run.directory import RunDir
 
 
@@ -30,13 +33,6 @@ def answer(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) ->
 def value(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> dict[str, Any]:
     assert main(["plan", *map(str, arguments), "--json"]) == code
     return dict(json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")))
-
-
-def give_budget(root: Path, epsilon: float) -> None:
-    book = open_ledger(str(root / "ledger.sqlite"))
-    assert book is not None
-    with book:
-        set_budget(book, "notes", Budget(epsilon, 1e-3, "example", "zero_out"))
 
 
 LIGHT = {
@@ -211,3 +207,13 @@ def test_an_example_is_of_public_data_only(recipe: Path, capsys: pytest.CaptureF
     assert (f"learned: {first}<eos>" in shown) == public
     assert (first in shown) == public
     assert ("<text><eos>" in shown) != public
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(size=st.integers(2, 5000), data=st.data())
+def test_the_largest_batch_is_exceeded_once_in_a_thousand_steps_at_most(size: int, data: st.DataObject) -> None:
+    batch = data.draw(st.integers(1, size))
+    largest = largest_batch(Schedule(size, 0, batch, batch / size, 10))
+    tail = stats.binom(size, batch / size)
+    assert tail.sf(largest) <= 1e-3 + 1e-12
+    assert largest == 0 or tail.sf(largest - 1) > 1e-3 - 1e-12

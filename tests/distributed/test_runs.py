@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from numpy.typing import NDArray
-from programs import run_program
+from programs import LAUNCH, run_program
 from remembered import Once
 from safetensors.torch import load_file
 from scipy import stats
 
 from dpllm import cli
+from dpllm.errors import ConfigError
 from dpllm.ledger import Ledger
+from dpllm.model.processes import join
 from dpllm.privacy import banded
 
 STEPS = 4
@@ -213,3 +216,28 @@ def test_one_message_all_processes_end_and_the_ledger_tells_the_truth(failed: Pa
     assert state != "completed"
     assert record(failed, name)["status"] == "interrupted"
     assert not (failed / name / "run" / "export" / "adapter_model.safetensors").exists()
+
+
+def test_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    PartialState(cpu=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 processes"):
+        join()
+
+
+@pytest.mark.full
+def test_two_launched_processes_are_one_run(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.sqlite"
+    keys = {
+        "output_dir": tmp_path / "run",
+        "privacy.ledger": ledger,
+        "train.steps": 2,
+        "audit.canaries.groups": "{1: 4}",
+    }
+    overrides = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    run_program(*LAUNCH, "recipes/accelerate/cpu_2.yaml", "recipes/train.py", "recipes/smoke/clinic.yaml", *overrides)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (record["status"], record["steps_taken"]) == ("completed", 2)
+    with Ledger(ledger) as book:
+        (run,) = book.runs("builtin:clinic")
+    assert (run.steps, run.state, run.reservation.entry) == (2, "completed", record["ledger"]["entry"])

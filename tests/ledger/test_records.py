@@ -122,13 +122,6 @@ def test_derived_data_charge_the_parent_and_grandparents(ledger: Ledger):
         reserve(ledger, "new", records=of(ledger, ROWS[:50]))
 
 
-def test_a_declaration_without_records_is_remembered(ledger: Ledger):
-    reserve(ledger)
-    reserve(ledger, "sub", derived_from="notes")
-    assert reserve(ledger, "sub").dataset == "notes"
-    assert ledger.verify() == []
-
-
 def test_derivation_is_no_way_out_of_an_account(ledger: Ledger):
     budgets.set_budget(ledger, "notes", budget(0.01), records=of(ledger, ROWS))
     reserve(ledger, "rich")
@@ -224,7 +217,7 @@ TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assist
 @given(rows=st.lists(st.fixed_dictionaries({"prompt": TEXT, "completion": TEXT, "messages": TURNS}), max_size=12))
 def test_reading_once_gives_what_all_texts_at_once_gave(rows):
     for fields in (["prompt", "completion"], ["messages"], ["prompt"]):
-        assert fingerprint(rows, fields, KEY) == in_memory(rows, fields)
+        assert fingerprint(iter(rows), fields, KEY) == in_memory(rows, fields)
 
 
 def test_a_known_dataset_keeps_its_fingerprint():
@@ -232,10 +225,3 @@ def test_a_known_dataset_keeps_its_fingerprint():
     records = fingerprint(rows, ["prompt", "completion"], KEY)
     assert records.digest == "9c8548944177e2b83d77c1d61d25d146eb12beb1e7a03f676c6e565c02efc6f5"
     assert hashlib.blake2b(records.hashes, digest_size=8).hexdigest() == "4687fbd448c176f2"
-
-
-def test_rows_are_read_once():
-    def rows():
-        yield from ({"text": f"row {number}"} for number in range(5))
-
-    assert fingerprint(rows(), ["text"], KEY) == fingerprint(list(rows()), ["text"], KEY)

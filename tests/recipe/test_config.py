@@ -75,18 +75,13 @@ def test_unknown_key_gets_the_nearest_spelling(tmp_path: Path, key: str, nearest
     assert expected in problem(tmp_path, raw(), f"--{key}", "1")  # typed as an override too
 
 
-def test_unknown_key_like_nothing_lists_what_is_known(tmp_path: Path) -> None:
-    message = problem(tmp_path, put(raw(), {"privacy.zzz": 1}))
-    assert message.startswith("privacy.zzz: unknown key; known keys: enabled, epsilon, delta")
-
-
 # Values of another type, and impossible ones.
 WRONG: dict[str, list[Any]] = {
     "output_dir": [None],
     "train": [5],
     "train.steps": ["many", 1.5, True, 0],
     "train.batch_size": [0],
-    "train.tokens_per_pass": [-4, 0, "many", 2**20 + 1],
+    "train.tokens_per_pass": [0, 1.5, "many", None, [8], 2**20 + 1],
     "train.learning_rate": [[1]],
     "train.optimizer": ["lion"],
     "train.warmup": [1.0],
@@ -132,6 +127,7 @@ def test_a_wrong_number_of_bands_is_one_line(tmp_path: Path, bands: Any) -> None
 @pytest.mark.parametrize(
     ("changes", "advice"),
     [
+        ({"privacy.zzz": 1}, "privacy.zzz: unknown key; known keys: enabled, epsilon, delta"),
         ({"train.epochs": 2}, "train.epochs or train.steps"),
         ({"train.steps": None}, "train.epochs or train.steps"),
         ({"model.adapter": "runs/first/export", "adapter": {"method": "frozen"}}, "or adapter.method: lora"),
@@ -219,7 +215,6 @@ def test_broken_overrides_are_named(arguments: list[str]) -> None:
 def test_overrides_win_over_the_file_and_make_sections(recipe: Path) -> None:
     overrides = parse_overrides(["--privacy.epsilon", "1", "--audit.canaries.digits", "6", "--card.title", "A"])
     config = load_config(recipe, overrides)
-    assert config.audit.canaries is not None
     assert (config.privacy.epsilon, config.audit.canaries.digits, config.card.title) == (1, 6, "A")
     assert config.train.steps == 10
 

@@ -81,7 +81,6 @@ def test_the_anchor_follows_the_published_protocol() -> None:
     lora, baseline = (load_config(ROOT / "recipes" / name / "e2e.yaml") for name in ("lora", "baseline"))
     assert (lora.privacy.delta, lora.privacy.max_grad_norm) == (8e-6, 0.1)
     assert lora.data.eval_split == "test"
-    assert lora.train.steps is not None
     assert lora.train.batch_size * lora.train.steps == pytest.approx(10 * 42_061, rel=0.01)
     assert lora.train == baseline.train
     assert lora.data.model_copy(update={"public": True}) == baseline.data
@@ -104,7 +103,6 @@ def test_no_shape_is_left_over() -> None:
 def test_values_follow_the_rules(path: Path) -> None:
     config = load_config(path)
     train, steps = config.train, config.train.steps
-    assert steps is not None
     assert math.log2(train.batch_size).is_integer()
     assert 100 <= steps <= 200
     assert config.privacy.clipping == "automatic" or not config.privacy.enabled

@@ -1,8 +1,9 @@
-"""A run directory: atomic JSON, a private part, and a clear() that takes only what a run wrote."""
+"""A run directory: atomic JSON, a private part, and a clear() that takes only what a run wrote; the deadline of a step."""
 
 import json
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, write_json
 from dpllm.run.directory import Run, RunDir
+from dpllm.run.failures import StepDeadline
 from dpllm.statement.run_files import RunRecord
 
 
@@ -127,3 +129,14 @@ def test_a_run_says_what_it_guarantees_and_nothing_where_it_guarantees_nothing(t
     config = cards.baseline()
     baseline = ended(guarantee={"holds": False, "reason": "no privacy"})
     assert (baseline.epsilon, baseline.delta, baseline.status) == (None, None, "completed")
+
+
+def test_a_step_has_its_time_and_what_lies_between_has_as_much_as_it_wants() -> None:
+    watch = StepDeadline(0.02)
+    assert watch.overdue() is None
+    watch.step(3)
+    assert watch.overdue() is None
+    time.sleep(0.05)
+    assert watch.overdue() == "step 3"
+    watch.rest()
+    assert watch.overdue() is None

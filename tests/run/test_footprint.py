@@ -50,7 +50,6 @@ def test_what_trains_is_what_would_train(family: str, adapter: dict[str, Any], t
     assert list(estimate.kinds) == adapters.trainable_table(real)
     assert estimate.total == sum(parameter.numel() for parameter in real.parameters())
     assert estimate.trainable == sum(parameter.numel() for parameter in real.parameters() if parameter.requires_grad)
-    assert estimate.memory is not None
     assert estimate.memory.trainable == 4 * estimate.trainable
     assert estimate.memory.weights == 4 * (estimate.total - estimate.trainable)
 
@@ -219,11 +218,8 @@ def test_attention_holds_what_a_fused_kernel_holds() -> None:
     assert nn.functional.scaled_dot_product_attention is before
 
 
-MALLOC = {
-    "MALLOC_MMAP_MAX_": "65536",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MALLOC_ARENA_MAX": "1",
+MALLOC = {f"MALLOC_{name}_": "65536" for name in ("MMAP_MAX", "MMAP_THRESHOLD", "TRIM_THRESHOLD")} | {
+    "MALLOC_ARENA_MAX": "1"
 }
 CASES = {
     "builtin tiny": ("builtin:tiny", 32, 128),

@@ -24,7 +24,6 @@ from dpllm.statement.privacy_record import Ancestor, ComposedLineage, Lineage
 
 Json = dict[str, Any]
 DELTA = 1e-4
-TERMS = {"unit": "example", "relation": "zero_out"}
 
 
 def recipe(**sections: Json) -> RunConfig:
@@ -47,20 +46,10 @@ def plan(sigma: float = 1.0, steps: int = 20) -> Plan:
 
 def statement(**changes: Any) -> Ancestor:
     made = plan()
-    values = {
-        "name": "parent",
-        "guarantee": True,
-        "epsilon": made.epsilon,
-        "delta": DELTA,
-        "unit": made.unit,
-        "neighbouring_relation": made.neighbouring_relation,
-        "event": made.event,
-        "dataset": "notes",
-        "entry": "aa" * 8,
-        "files_digest": "0c" * 32,
-        **changes,
-    }
-    return Ancestor.pick(values)
+    terms = {"epsilon": made.epsilon, "delta": DELTA, "event": made.event, "unit": made.unit}
+    origin = {"name": "parent", "dataset": "notes", "entry": "aa" * 8, "files_digest": "0c" * 32}
+    relation = {"neighbouring_relation": made.neighbouring_relation}
+    return Ancestor.pick({"guarantee": True, **terms, **relation, **origin, **changes})
 
 
 def unprotected(**changes: Any) -> Ancestor:
@@ -75,7 +64,6 @@ def base(*before: Ancestor, **changes: Any) -> Base:
 def settle(parent: Base | None, config: RunConfig | None = None, **changes: Any) -> Lineage:
     terms: Json = {"dataset": "notes", "derived_from": None, "book": None, "plan": plan(), **changes}
     result = lineage.compose_with_base(parent, config or recipe(), **terms)
-    assert result is not None
     assert Lineage.pick(result.to_json()) == result
     return result
 
@@ -86,12 +74,9 @@ def book(tmp_path: Path) -> Iterator[Ledger]:
         yield made
 
 
-def reserve(book: Ledger, dataset: str = "notes") -> str:
-    made = plan()
-    claim = reserve_all(
-        book, dataset, [RunRequest(event=made.event, delta=DELTA, num_steps=20, run="parent", **TERMS)]
-    )[0]
-    return claim.entry
+def reserve(book: Ledger) -> str:
+    asked = RunRequest(event=plan().event, delta=DELTA, num_steps=20, run="parent", unit="example", relation="zero_out")
+    return reserve_all(book, "notes", [asked])[0].entry
 
 
 def test_without_a_block_there_is_no_lineage() -> None:
@@ -171,7 +156,6 @@ def test_no_guarantee_for_data_that_an_unprotected_base_was_trained_on(place: st
     assert record.composed is None
     assert "no guarantee" in record.reason
     why = lineage.why_not(record)
-    assert why is not None
     assert "leaky" in why
     assert "without a guarantee" in why
 
@@ -192,8 +176,7 @@ def test_it_does_not_matter_which_ledger_holds_the_runs_before(book: Ledger, tmp
 
 
 def test_derived_data_are_their_parents(book: Ledger) -> None:
-    entry = reserve(book)
-    record = settle(base(entry=entry), dataset="notes-2027", derived_from="notes", book=book)
+    record = settle(base(entry=reserve(book)), dataset="notes-2027", derived_from="notes", book=book)
     assert record.dataset == "notes"
     assert record.composed
     assert settle(base(), dataset="notes-2027", derived_from="notes").same_dataset

@@ -38,12 +38,8 @@ def block() -> Json:
 
 def objects(block: Json) -> list[Where]:
     """Where a mapping of a block stands, but for the event, which is free, and what lists hold."""
-    places = containers(block)
-    return [
-        at
-        for at in places
-        if isinstance(get(block, at), dict) and not any(item == "event" or isinstance(item, int) for item in at)
-    ]
+    places = (at for at in containers(block) if isinstance(get(block, at), dict))
+    return [at for at in places if not any(item == "event" or isinstance(item, int) for item in at)]
 
 
 def problems(block: object) -> list[str]:
@@ -57,11 +53,8 @@ def problems(block: object) -> list[str]:
 def test_the_schema_is_a_schema_and_the_templates_ship_with_the_package() -> None:
     Draft202012Validator.check_schema(SCHEMA)
     templates = resources.files("dpllm.statement").joinpath("templates")
-    assert {path.name for path in templates.iterdir()} >= {
-        "banner.md.j2",
-        "card.md.j2",
-        "macros.md.j2",
-        "privacy.md.j2",
+    assert {f"{name}.md.j2" for name in ("banner", "card", "macros", "privacy")} <= {
+        path.name for path in templates.iterdir()
     }
 
 
@@ -85,13 +78,11 @@ MAPS = {"files", "software", "hardware", "attacks", "exposure", "extraction", "g
 
 
 def test_a_field_too_many_or_too_few_is_a_problem(block: Json) -> None:
-    optional = {
-        *((name,) for name in ("merged_from", "statistics", "template")),
-        ("plan", "canary_commitment"),
-        ("plan", "audit"),
-        ("audit", "epsilon_lower_bound", "slope"),
-        ("audit", "canaries", "settings", "digits"),  # which the schema cannot ask of one kind alone; the reader does
-    }
+    optional = {("merged_from",), ("statistics",), ("template",), ("plan", "canary_commitment"), ("plan", "audit")}
+    optional |= {("audit", "epsilon_lower_bound", "slope")}
+    optional |= {
+        ("audit", "canaries", "settings", "digits")
+    }  # which the schema cannot ask of one kind; the reader does
     for at in objects(block):
         name = "../odd key" if at[-1:] == ("attacks",) else "Unknown"
         assert problems(changed(block, at, lambda value, more=name: {**value, more: {}})), at
@@ -150,11 +141,8 @@ def test_a_stranger_s_value_is_a_problem_and_no_traceback() -> None:
 def test_the_documentation_maps_items_to_fields_that_exist() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in DOCS)
     known = {name for name, _, _ in reference.privacy_fields()}
-    named = set(
-        re.findall(
-            r"`([a-z_]+(?:\.[a-z_<>]+)*)`", "\n".join(line for line in text.splitlines() if line.startswith("|"))
-        )
-    )
+    rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    named = set(re.findall(r"`([a-z_]+(?:\.[a-z_<>]+)*)`", rows))
     fields_named = {name for name in named if name.split(".")[0] in {field.split(".")[0] for field in known}}
     assert len(fields_named) > 35
     assert fields_named <= known

@@ -20,14 +20,12 @@ NO_LIMITS = MechanismLimits.pick(dict.fromkeys(("tpr_at_fpr_0.001", "tpr_at_fpr_
 
 
 def terms(**changes: Any) -> Plan:
-    return Plan.model_construct(
-        **{"limits": NO_LIMITS, "trade_off": (), "epsilon": 3.0, "delta": 1e-5, "unit": "patient_id", **changes}
-    )
+    stated = {"limits": NO_LIMITS, "trade_off": (), "epsilon": 3.0, "delta": 1e-5, "unit": "patient_id"}
+    return Plan.model_construct(**{**stated, **changes})
 
 
 def test_the_curve_is_above_guessing_rising_and_holds_the_stated_limits() -> None:
     curve = trade_off(EVENT, "zero_out")
-    assert curve is not None
     rates, reached = [rate for rate, _ in curve], [tpr for _, tpr in curve]
     assert tuple(rates) == RATES
     assert {0.001, 0.01, 0.1, 1.0} <= set(rates)
@@ -36,7 +34,6 @@ def test_the_curve_is_above_guessing_rising_and_holds_the_stated_limits() -> Non
     limits = attacker_limits_of(EVENT, "zero_out")
     for rate in (0.001, 0.01):
         exact = limits[f"tpr_at_fpr_{rate:g}"]
-        assert exact is not None
         assert exact <= dict(curve)[rate] <= exact * 1.0011
 
 
@@ -87,14 +84,8 @@ def test_a_long_or_odd_unit_is_escaped_and_cut() -> None:
 
 @pytest.mark.parametrize("unit", ["example", "patient_id"])
 def test_the_description_states_the_figures_of_the_terms(unit: str) -> None:
-    text = tradeoff_figure.alt_text(
-        terms(
-            unit=unit,
-            limits=MechanismLimits.pick(
-                {"tpr_at_fpr_0.001": 0.0061, "tpr_at_fpr_0.01": 0.0367, "auc": 0.6265, "gdp_mu": None}
-            ),
-        )
-    )
+    limits = {"tpr_at_fpr_0.001": 0.0061, "tpr_at_fpr_0.01": 0.0367, "auc": 0.6265, "gdp_mu": None}
+    text = tradeoff_figure.alt_text(terms(unit=unit, limits=MechanismLimits.pick(limits)))
     assert ("one training example" if unit == "example" else "one patient_id") in text
     assert "at most 3.7% at 1%, at most 0.7% at 0.1%" in text
     assert "at most 0.6265, of guessing 0.5" in text
@@ -105,14 +96,12 @@ def test_other_releases_raise_the_share_that_is_recognised(beside: float) -> Non
     """Beside what the composed mechanism allows: never less, and not much more."""
     known = terms(epsilon=8.0, trade_off=trade_off(EVENT, "zero_out"))
     exact = attacker_limits_of(compose([EVENT, PureDP(beside)]), "zero_out")["tpr_at_fpr_0.01"]
-    assert exact is not None
     assert tradeoff_figure.recognised(known) < exact <= tradeoff_figure.recognised(known, beside) <= 2 * exact
 
 
 def test_the_card_shows_it_with_its_description() -> None:
     text, block = render_card(config(), plan(), record(), None)
     whole = Plan.checked(block["plan"])
-    assert f"![{tradeoff_figure.alt_text(whole)}](privacy.svg)" in text
-    assert f"<title>{tradeoff_figure.alt_text(whole)}</title>".replace("'", "&#x27;") in tradeoff_figure.figure(
-        whole
-    ).replace("'", "&#x27;")
+    drawn, said = tradeoff_figure.figure(whole), tradeoff_figure.alt_text(whole)
+    assert f"![{said}](privacy.svg)" in text
+    assert f"<title>{said}</title>".replace("'", "&#x27;") in drawn.replace("'", "&#x27;")

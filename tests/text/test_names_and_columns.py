@@ -16,22 +16,8 @@ from dpllm.text.data import dataset_name
 from dpllm.text.in_memory import write_rows
 
 NAMES = [
-    *(
-        "data (1)",
-        "notes [2024]",
-        "a[b",
-        "🎉",
-        "it's",
-        '"q"',
-        "-dash",
-        "trail ",
-        " ",
-        "%20",
-        "a#b",
-        "q?",
-        "star*",
-        "a::b",
-    ),
+    *("data (1)", "notes [2024]", "a[b", "🎉", "it's", '"q"', "-dash"),
+    *("trail ", " ", "%20", "a#b", "q?", "star*", "a::b"),
     *("x;y", "new\nline", "~", "\u3000", "{x}", "$HOME", "a\\b", "file:", "hf:", "[!a]", "__s__", "\udcffx", "<b>"),
 ]
 

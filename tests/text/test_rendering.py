@@ -85,18 +85,15 @@ def test_signs_that_are_words_to_the_tokenizer_are_not_cut_where_they_begin_alik
     assert learned(plain, talk("Who?", "Anna", "And?", "Bo")) == ["Anna<|end|>\n", "Bo<|end|>\n<|over|>"]
 
 
-WORDS = (  # of templates
-    *(
-        "<|im_end|>",
-        "<|im_start|>assistant\n.",
-        "<|user|>",
-        "<|end|>",
-        "[INST] a [/INST]",
-        "### Assistant:\n.",
-        "{{ x }}",
-    ),
-)
-TEXTS = st.text("ab<|>:#?\n", min_size=1, max_size=9).map(lambda text: f"x{text}y") | st.sampled_from(WORDS)
+OF_TEMPLATES = [
+    "<|im_end|>",
+    "<|im_start|>assistant\n.",
+    "<|user|>",
+    "[INST] a [/INST]",
+    "### Assistant:\n.",
+    "{{ x }}",
+]
+TEXTS = st.text("ab<|>:#?\n", min_size=1, max_size=9).map(lambda text: f"x{text}y") | st.sampled_from(OF_TEMPLATES)
 
 
 @settings(max_examples=60, deadline=None)
@@ -315,11 +312,8 @@ def test_prompts_with_tools_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fmt", ["text", "prompt_completion", "preference"])
 def test_a_rendered_text_begins_once(fmt: Any) -> None:
-    prompt, tokenizer, data = (
-        "<|user|>Who?<|assistant|>",
-        tiny.tokenizer(),
-        tiny.reads(128, template="{prompt}{completion}"),
-    )
+    prompt, tokenizer = "<|user|>Who?<|assistant|>", tiny.tokenizer()
+    data = tiny.reads(128, template="{prompt}{completion}")
 
     def units(prompt: str) -> list[Unit]:
         row = {"text": f"{prompt}Anna</s>", "prompt": prompt, "completion": "Anna", "chosen": "Anna", "rejected": "Bo"}
