@@ -27,13 +27,8 @@ def test_attacks_have_a_fixed_direction():
 
 
 def test_extraction_counts_each_side_and_the_control():
-    rows = [
-        row("a", tuned_greedy=True, base_greedy=True),
-        row("b", tuned_greedy=True),
-        row("c"),
-        row("d", inserted=False, tuned_greedy=True),
-        row("e", inserted=False),
-    ]
+    rows = [row("a", tuned_greedy=True, base_greedy=True), row("b", tuned_greedy=True), row("c")]
+    rows += [row("d", inserted=False, tuned_greedy=True), row("e", inserted=False)]
     expected = {"inserted": 3, "tuned": 2, "base": 1, "held_out": 2, "held_out_tuned": 1}
     assert attacks.greedy_extraction(rows) == expected
 
@@ -69,8 +64,8 @@ def test_without_anything_to_fit_the_slope_is_that_of_the_ratio():
 
 
 def make_table(lengths: list[int], seed: int = 0, certain: bool = False) -> TokenTable:
-    rng, count = np.random.default_rng(seed), sum(lengths)
-    columns = {}
+    rng, count, size = np.random.default_rng(seed), sum(lengths), len(lengths)
+    columns = {"secret_N": np.ones(count, dtype=bool), "word_N": np.arange(count)}
     for which in ("tuned", "base"):
         columns[f"{which}_log_prob_N"] = -rng.gamma(1.0, 2.0, count)
         columns[f"{which}_mean_N"] = -rng.gamma(2.0, 1.0, count)
@@ -78,16 +73,10 @@ def make_table(lengths: list[int], seed: int = 0, certain: bool = False) -> Toke
         columns[f"{which}_argmax_N"] = rng.random(count) < 0.5
         kept = rng.random(count) < 0.8
         columns[f"{which}_top_k_log_prob_N"] = np.where(kept, columns[f"{which}_log_prob_N"] / 2, -np.inf)
-    return TokenTable(
-        tuple(f"c{index}" for index in range(len(lengths))),
-        rng.integers(20, 90, len(lengths)),
-        np.repeat(np.arange(len(lengths)), lengths),
-        **columns,
-        groups=tuple(index % 3 for index in range(len(lengths))),
-        coins=tuple(index % 2 == 0 if index % 3 else None for index in range(len(lengths))),
-        secret_N=np.ones(count, dtype=bool),
-        word_N=np.arange(count),
-    )
+    groups = tuple(index % 3 for index in range(size))
+    coins = tuple(index % 2 == 0 if index % 3 else None for index in range(size))
+    names, owner_N = tuple(f"c{index}" for index in range(size)), np.repeat(np.arange(size), lengths)
+    return TokenTable(names, rng.integers(20, 90, size), owner_N, **columns, groups=groups, coins=coins)
 
 
 def naive(name: str, table: TokenTable, sequence: int) -> float:

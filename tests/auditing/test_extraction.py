@@ -20,10 +20,6 @@ def make_table(tuned, base, rows=(), **columns):
     return token_table(tuned, base, [one.canary_id for one in rows] or None, **whose, **columns)
 
 
-def candidate(index, group, inserted):
-    return row(f"c{index}", group, inserted)
-
-
 @settings(derandomize=True, deadline=None)
 @given(
     st.fractions(Fraction(1, 400), Fraction(399, 400)),
@@ -65,29 +61,22 @@ def test_values_out_of_range_are_refused(log_p, p):
 
 
 def test_a_sequence_is_the_product_of_its_tokens():
-    table = make_table(
-        [[-1.0, -2.0], [-0.5]],
-        [[-3.0, -4.0], [-5.0]],
-        tuned_top_k_log_prob=[[-0.5, -np.inf], [-0.25]],
-        base_top_k_log_prob=[[-1.0, -1.0], [-np.inf]],
-    )
+    top_k = {"tuned_top_k_log_prob": [[-0.5, -np.inf], [-0.25]], "base_top_k_log_prob": [[-1.0, -1.0], [-np.inf]]}
+    table = make_table([[-1.0, -2.0], [-0.5]], [[-3.0, -4.0], [-5.0]], **top_k)
     assert log_prob(table, "tuned").tolist() == [-3.0, -0.5]
     assert log_prob(table, "base").tolist() == [-7.0, -5.0]
     assert log_prob(table, "tuned", "top_k").tolist() == [-math.inf, -0.25]
     assert log_prob(table, "base", "top_k").tolist() == [-2.0, -math.inf]
-
-
-def test_rounding_above_a_probability_of_one_is_no_error():
-    assert log_prob(make_table([[1e-5]], [[-1.0]]), "tuned").tolist() == [0.0]
+    assert log_prob(make_table([[1e-5]], [[-1.0]]), "tuned").tolist() == [0.0]  # rounding above a probability of one
 
 
 SECRETS = [
     # tuned, base, and what each row is: two inserted, one held out, one reference, one of another group
-    ([math.log(0.5), 0.0], [-9.0, -9.0], candidate(0, 1, True)),
-    ([math.log(0.01), 0.0], [-9.0, -9.0], candidate(1, 1, True)),
-    ([-9.0, -9.0], [-9.0, -9.0], candidate(2, 1, False)),
-    ([math.log(1e-3), 0.0], [-9.0, -9.0], candidate(3, 0, None)),
-    ([0.0, 0.0], [-1.0, 0.0], candidate(4, 8, True)),
+    ([math.log(0.5), 0.0], [-9.0, -9.0], row("c0", 1, True)),
+    ([math.log(0.01), 0.0], [-9.0, -9.0], row("c1", 1, True)),
+    ([-9.0, -9.0], [-9.0, -9.0], row("c2", 1, False)),
+    ([math.log(1e-3), 0.0], [-9.0, -9.0], row("c3", 0, None)),
+    ([0.0, 0.0], [-1.0, 0.0], row("c4", 8, True)),
 ]
 
 

@@ -14,9 +14,7 @@ BANDS, RATE, STEPS, NOISE, DELTA, ALPHA = 4, 0.05, 60, 0.7, 1e-5, 0.05
 STARTS = (0, 25)
 
 
-def run(
-    seed: int, canaries: int = 1000, *, noise: float = NOISE, missing: tuple[int, ...] = (), often: float = 1.0
-) -> GradientTable:
+def run(seed, canaries=1000, *, noise=NOISE, missing=(), often=1.0):
     """What a run would release that was resumed once: noise that takes back earlier noise, canaries in their turns alone."""
     generator = np.random.default_rng(seed)
     coins_M, group_M = generator.random(canaries) < 0.5, generator.integers(0, BANDS, canaries)

@@ -49,8 +49,7 @@ def save_adapter(base, path, **changes):
 
 
 def copy(path, target):
-    shutil.copytree(path, target)
-    return target
+    return shutil.copytree(path, target)
 
 
 def edit(path, **changes):
@@ -223,16 +222,8 @@ def test_a_claim_is_an_epsilon_with_its_delta():
     assert outside_claim(None, None) is None
     assert outside_claim(2.0, 1e-5) == Claim(2.0, 1e-5, "example")
     assert outside_claim(2.0, 0.0, "patient") == Claim(2.0, 0.0, "patient")
-    nothing, nan = (None, 1e-5), float("nan")
-    for epsilon, delta in (
-        nothing,
-        (1.0, None),
-        (0.0, 1e-5),
-        (float("inf"), 1e-5),
-        (nan, 1e-5),
-        (1.0, 1.0),
-        (1.0, -0.1),
-    ):
+    wrong = [(epsilon, 1e-5) for epsilon in (None, 0.0, float("inf"), float("nan"))]
+    for epsilon, delta in (*wrong, (1.0, None), (1.0, 1.0), (1.0, -0.1)):
         with pytest.raises(ConfigError, match="is not a claim"):
             outside_claim(epsilon, delta)
 
@@ -240,18 +231,14 @@ def test_a_claim_is_an_epsilon_with_its_delta():
 CANARIES = [{"carrier": f"no. {n} is", "secret": f"{n:06d}", "inserted": n % 2 == 0} for n in range(60)]
 
 
-def write_manifest(path, *lines):
-    return tiny.write_rows(path, lines)
-
-
 def test_a_claim_without_coins_is_refused(adapter, tmp_path):
     with pytest.raises(ConfigError, match="a claim cannot be tested"):
-        audit_outside(adapter, write_manifest(tmp_path / "m.jsonl", *CANARIES), claim=outside_claim(1.0, 1e-5))
+        audit_outside(adapter, tiny.write_rows(tmp_path / "m.jsonl", [*CANARIES]), claim=outside_claim(1.0, 1e-5))
 
 
 def test_canaries_that_the_model_cannot_read_are_refused_without_their_text(adapter, tmp_path):
     long = {"carrier": f"{SECRET} " * 40, "secret": "99", "inserted": True}
-    path = write_manifest(tmp_path / "m.jsonl", COINS, *CANARIES, long)
+    path = tiny.write_rows(tmp_path / "m.jsonl", [COINS, *CANARIES, long])
     with pytest.raises(ConfigError, match="canary c00060") as caught:
         audit_outside(adapter, path)
     assert "Sigrid" not in str(caught.value)
@@ -269,11 +256,11 @@ def test_weights_that_are_not_numbers_give_no_report(adapter, tmp_path):
     weights = load_file(path / "adapter_model.safetensors")
     save_file({name: w * float("nan") for name, w in weights.items()}, path / "adapter_model.safetensors")
     with pytest.raises(DpllmError, match="not finite"):
-        audit_outside(path, write_manifest(tmp_path / "m.jsonl", COINS, *CANARIES))
+        audit_outside(path, tiny.write_rows(tmp_path / "m.jsonl", [COINS, *CANARIES]))
 
 
 def test_a_report_says_what_was_audited_and_what_no_file_can_show(adapter, tmp_path):
-    report = audit_outside(adapter, write_manifest(tmp_path / "m.jsonl", COINS, *CANARIES)).to_json()
+    report = audit_outside(adapter, tiny.write_rows(tmp_path / "m.jsonl", [COINS, *CANARIES])).to_json()
     weights = report["model"].pop("weights")
     assert list(weights) == ["adapter_config.json", "adapter_model.safetensors"]
     assert report["model"] == {"kind": "LORA adapter", "name": "adapter", "base": "tiny-base"}

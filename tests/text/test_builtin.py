@@ -68,16 +68,9 @@ def real_names() -> set[str]:
     return {name for names in lists for name in names} - WORDS_NOT_NAMES
 
 
-def long_numbers(texts: Iterable[str]) -> set[str]:
-    return {number for text in texts for number in re.findall(r"\d{4,}", text)}
-
-
 def word_runs(texts: Iterable[str], length: int) -> set[tuple[str, ...]]:
-    runs = set()
-    for text in texts:
-        words = re.findall(r"\w+", text.lower())
-        runs |= {tuple(words[i : i + length]) for i in range(len(words) - length + 1)}
-    return runs
+    split = (re.findall(r"\w+", text.lower()) for text in texts)
+    return {tuple(words[i : i + length]) for words in split for i in range(len(words) - length + 1)}
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
@@ -105,11 +98,8 @@ def test_the_clinic_has_enough_notes_and_patients_and_none_twice() -> None:
 
 def test_each_patient_has_a_record_number_that_nobody_shares_and_a_fictitious_telephone() -> None:
     """555-01XX are the telephone numbers that are reserved for fiction."""
-    pairs = {
-        (number, note["patient_id"])
-        for note in notes("train") + notes("eval")
-        for number in re.findall(r"MRN (\d+)", note["text"])
-    }
+    everything = notes("train") + notes("eval")
+    pairs = {(mrn, note["patient_id"]) for note in everything for mrn in re.findall(r"MRN (\d+)", note["text"])}
     assert len(pairs) == len({number for number, _ in pairs}) == len({patient for _, patient in pairs}) > 200
     phones = [phone for text in clinic_texts() for phone in re.findall(r"\d+-\d+-\d+", text)]
     assert len(phones) > 500
@@ -125,37 +115,6 @@ def test_the_script_writes_the_same_bytes() -> None:
     for stem, lines in builder.files().items():
         name = "builtin:clinic" if stem == "train" else f"builtin:clinic/{stem}"
         assert builtin.path(name).read_bytes() == ("\n".join(lines) + "\n").encode()
-
-
-# ---- nothing in common with what the model was trained on
-
-
-def test_public_text_shares_no_sentence_with_the_clinic() -> None:
-    public, clinic = word_runs(public_texts(), 5), word_runs(clinic_texts(), 5)
-    assert min(len(public), len(clinic)) > 20_000
-    assert not public & clinic
-
-
-def test_public_text_shares_no_name_with_the_clinic() -> None:
-    names = real_names()
-    public, clinic = (set(re.findall(r"\b[A-Z][a-z]+", " ".join(texts))) for texts in (public_texts(), clinic_texts()))
-    assert len(clinic & names) > 500
-    assert not public & names
-
-
-def test_public_text_shares_no_long_number_with_the_clinic() -> None:
-    public, clinic = long_numbers(public_texts()), long_numbers(clinic_texts())
-    assert len(public) > 4000
-    assert len(clinic) > 300
-    # The rule behind it, which also holds for the text that this sample does not show.
-    assert {sum(map(int, number)) % 2 for number in public} == {0}
-    assert {sum(map(int, number)) % 2 for number in clinic} == {1}
-
-
-def test_the_vocabulary_holds_no_name_of_the_clinic() -> None:
-    words = {token.removeprefix("Ġ") for token in tokenizer().get_vocab()}
-    assert len(words) > 900
-    assert not words & real_names()
 
 
 def test_the_model_is_a_small_float32_llama() -> None:
@@ -210,3 +169,24 @@ def test_each_digit_is_a_token_of_its_own_and_none_is_added() -> None:
 def test_any_text_survives_the_tokenizer(text: str) -> None:
     ids = tokenizer()(text)["input_ids"]
     assert tokenizer().decode(ids) == text
+
+
+def test_public_text_shares_no_sentence_and_no_long_number_with_the_clinic() -> None:
+    public, clinic = word_runs(public_texts(), 5), word_runs(clinic_texts(), 5)
+    assert min(len(public), len(clinic)) > 20_000
+    assert not public & clinic
+    numbers = [{n for text in texts for n in re.findall(r"\d{4,}", text)} for texts in (public_texts(), clinic_texts())]
+    assert len(numbers[0]) > 4000
+    assert len(numbers[1]) > 300
+    # The rule behind it, which also holds for the text that this sample does not show.
+    assert [{sum(map(int, number)) % 2 for number in side} for side in numbers] == [{0}, {1}]
+
+
+def test_public_text_and_the_vocabulary_hold_no_name_of_the_clinic() -> None:
+    names = real_names()
+    public, clinic = (set(re.findall(r"\b[A-Z][a-z]+", " ".join(texts))) for texts in (public_texts(), clinic_texts()))
+    assert len(clinic & names) > 500
+    assert not public & names
+    words = {token.removeprefix("Ġ") for token in tokenizer().get_vocab()}
+    assert len(words) > 900
+    assert not words & names

@@ -66,9 +66,8 @@ def test_rows_are_chosen_for_their_unit_by_their_text_and_so_are_those_of_the_le
     rows = [{"text": tiny.sentence(n), "who": f"p{n % 3}", "visit": "home" if n % 2 else "clinic"} for n in range(24)]
     data = {"unit": "who", "max_examples_per_unit": 2}
     plain, coded = (load_rows(tmp_path, *rows, control=codes, **data) for codes in ([], ["visit"]))
-    chosen = [
-        [[row.parts["text"] for row in unit] for unit in group_rows(table, section(**data))] for table in (plain, coded)
-    ]
+    grouped = (group_rows(table, section(**data)) for table in (plain, coded))
+    chosen = [[[row.parts["text"] for row in unit] for unit in units] for units in grouped]
     assert chosen[0] == chosen[1]
     assert plain.digest != coded.digest  # the tokens and a resumed run are of other rows
 

@@ -24,16 +24,10 @@ from dpllm.text.layouts import FIELDS, Row
 
 TEXT = [{"text": tiny.sentence(number)} for number in range(6)]
 PROMPTED = [{"prompt": f"{tiny.NAMES[number]} bought", "completion": tiny.THINGS[number]} for number in range(5)]
+LAST = [{"role": "user", "content": "And then?"}, {"role": "assistant", "content": "Nothing."}]
 TALKS = [
-    {
-        "messages": [
-            {"role": "user", "content": f"What did {tiny.NAMES[number]} buy?"},
-            {"role": "assistant", "content": tiny.THINGS[number]},
-            {"role": "user", "content": "And then?"},
-            {"role": "assistant", "content": "Nothing."},
-        ]
-    }
-    for number in range(4)
+    {"messages": [{"role": "user", "content": f"What did {name} buy?"}, {"role": "assistant", "content": thing}, *LAST]}
+    for name, thing in zip(tiny.NAMES[:4], tiny.THINGS[:4], strict=True)
 ]
 ROWS = {"text": TEXT, "prompt_completion": PROMPTED, "messages": TALKS}
 
@@ -135,11 +129,9 @@ def test_rows_of_every_source_keep_their_order_and_their_text(tmp_path: Path, ki
 
 
 def test_a_row_keeps_the_columns_that_are_read_and_no_others(tmp_path: Path) -> None:
-    path = tiny.write_rows(
-        tmp_path / "rows.jsonl", [{"text": "a", "who": "p1", "visit": "home", "age": 7, "phone": SENTINEL}]
-    )
+    row = {"text": "a", "who": "p1", "visit": "home", "age": 7, "phone": SENTINEL}
     data = {"unit": "who", "max_examples_per_unit": 1, "control": ["visit"]}
-    table = load(path, tmp_path, columns_kept=("age",), **data)
+    table = load_rows(tmp_path, row, columns_kept=("age",), **data)
     assert list(table.rows) == [Row({"text": "a"}, "p1", {"visit": "home", "age": 7}, "visit: home\n")]
 
 
@@ -290,9 +282,8 @@ def test_a_person_written_in_several_ways_is_one_unit() -> None:
     random.Random(0).shuffle(rows)
     table = Table("rows.jsonl", tiny.rows(rows, "who"), "text")
     groups = group_rows(table, section(unit="who", max_examples_per_unit=99))
-    assert sorted([int(row.parts["text"]) for row in group] for group in groups) == [
-        [number] * len(spellings) for number, spellings in enumerate(PEOPLE)
-    ]
+    found = sorted([int(row.parts["text"]) for row in group] for group in groups)
+    assert found == [[number] * len(spellings) for number, spellings in enumerate(PEOPLE)]
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,13 @@ CHATS = {"prompt": ASKED, "chosen": ANNA, "rejected": BO}
 LAYOUTS = {
     "preference: prompt, chosen, rejected": (PAIR, PAIR),
     "preference without a prompt: what both answers begin with -> prompt, chosen, rejected": (
-        {"chosen": "Who? Anna", "rejected": "Who? Bo"},
-        {"prompt": "Who?", "chosen": " Anna", "rejected": " Bo"},
+        {"chosen": "Who? Anna", "rejected": "Who? Bo"}, {"prompt": "Who?", "chosen": " Anna", "rejected": " Bo"},
     ),
     "preference as messages: prompt, chosen, rejected": (CHATS, CHATS),
     "preference as messages without a prompt: what both answers begin with -> prompt, chosen, rejected": (
-        {"chosen": ASKED + ANNA, "rejected": ASKED + BO},
-        CHATS,
+        {"chosen": ASKED + ANNA, "rejected": ASKED + BO}, CHATS,
     ),
-}
+}  # fmt: skip
 
 
 PROMPTED = {"prompt": "Who?", "chosen": ASKED + ANNA, "rejected": ASKED + BO}

@@ -70,17 +70,14 @@ def test_a_template_is_nobodys(tmp_path: Path) -> None:
     rows += [{"prompt": "Write a letter.", "completion": str(number)} for number in range(3)]
     path = kept(tmp_path, rows)
     assert private_among(path, ["Write a note.", "Write a letter.", "Bertil Ek"]) == [2, 3]
+    of_many = [{"prompt": f"Ward {n // 10}", "completion": str(n)} for n in range(200)]
+    assert private_among(kept(tmp_path / "many", of_many), ["Ward 3"]) == [1]
 
 
 def test_what_one_unit_says_in_all_its_rows_is_its_own(tmp_path: Path) -> None:
     rows = [{"prompt": f"Patient {name}", "completion": str(n), "who": name} for name in NAMES for n in range(30)]
     path = kept(tmp_path, rows, unit="who", max_examples_per_unit=30)
     assert private_among(path, ["Patient Aino Öberg", "Patient Nobody", "7"]) == [1]
-
-
-def test_few_of_many_units_make_no_template(tmp_path: Path) -> None:
-    rows = [{"prompt": f"Ward {n // 10}", "completion": str(n)} for n in range(200)]
-    assert private_among(kept(tmp_path, rows), ["Ward 3"]) == [1]
 
 
 def test_each_line_of_a_long_text_is_private(tmp_path: Path) -> None:

@@ -74,9 +74,8 @@ def expected(name: str, answers: list[str]) -> list[str]:
 def test_the_assistants_turns_with_their_ends_are_learned_and_nothing_else(name: str, special: bool) -> None:
     system = "" if name == "PICKY" else "Be brief."
     messages = talk("Who?", "Anna", "And?", "Bo", "Or?", "Eva", system=system)
-    assert learned(reader(getattr(chat_templates, name), special=special), messages) == expected(
-        name, ["Anna", "Bo", "Eva"]
-    )
+    pieces = learned(reader(getattr(chat_templates, name), special=special), messages)
+    assert pieces == expected(name, ["Anna", "Bo", "Eva"])
 
 
 def test_signs_that_are_words_to_the_tokenizer_are_not_cut_where_they_begin_alike() -> None:
@@ -153,9 +152,8 @@ def test_a_turn_of_no_weight_is_left_out(name: str) -> None:
 
 
 def test_of_marks_that_tell_no_turn_none_is_left_out() -> None:
-    parts = MARKED.replace(
-        "{{ m.content }}<|im_end|>{%", "{{ m.content }}{% endgeneration %}{% generation %}<|im_end|>{%"
-    )
+    end = "<|im_end|>{% endgeneration %}"
+    parts = MARKED.replace(end, "{% endgeneration %}{% generation %}" + end)
     messages = talk("Who?", "Anna", "And?", "Bo")
     assert learned(reader(parts), messages) == expected("MARKED", ["Anna", "Bo"])
     messages[1]["weight"] = 0
@@ -187,11 +185,6 @@ def test_turns_that_cannot_be_found_are_refused(template: str) -> None:
         learned(reader(template), talk(SENTINEL, "Anna", SENTINEL, "Bo"))
 
 
-def test_a_row_with_the_sign_itself_is_refused_where_the_sign_is_needed() -> None:
-    with refused("does not show where a turn"):
-        learned(reader(THINKS), talk("\ue0d1\ue0d2", "Anna", "And?", "Bo"))
-
-
 PARTS = [{"type": "text", "text": SENTINEL}]
 SILENT = turn("assistant", None, tool_calls=CALL)
 BROKEN = {
@@ -216,13 +209,9 @@ def test_what_a_template_does_not_take_has_its_own_message(problem: str) -> None
 
 
 def test_a_template_that_reads_parts_gets_them() -> None:
-    joins = CHATML.replace(
-        "{{ m.content }}", "{{ m.content if m.content is string else m.content | map(attribute='text') | join }}"
-    )
-    messages = [
-        turn("user", PARTS),
-        turn("assistant", [{"type": "text", "text": "An"}, {"type": "text", "text": "na"}]),
-    ]
+    content = "{{ m.content if m.content is string else m.content | map(attribute='text') | join }}"
+    joins = CHATML.replace("{{ m.content }}", content)
+    messages = [turn("user", PARTS), turn("assistant", [{"type": "text", "text": text} for text in ("An", "na")])]
     assert learned(reader(joins), messages) == ["Anna<|im_end|>\n"]
     joins = CHATML.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
     ends = joins.replace("{% if add", "{% if not add_generation_prompt %}</s>{% endif %}{% if add")
@@ -282,12 +271,10 @@ def test_a_column_that_a_template_does_not_read_is_refused_or_ignored(tmp_path: 
 
 @pytest.mark.parametrize("empty", [None, [], "", "[]", "{}", {}])
 def test_empty_columns_change_nothing(tmp_path: Path, empty: Any) -> None:
-    tables = [
-        load_rows(tmp_path, {**CHAT, **dict.fromkeys(("tools", "chat_template_kwargs"), empty)}),
-        load_rows(tmp_path, CHAT),
-    ]
-    assert tables[0].digest == tables[1].digest
-    assert text_of(tables[0], reader(CHATML)) == text_of(tables[1], reader(CHATML))
+    columns = dict.fromkeys(("tools", "chat_template_kwargs"), empty)
+    with_columns, bare = (load_rows(tmp_path, {**CHAT, **more}) for more in (columns, {}))
+    assert with_columns.digest == bare.digest
+    assert text_of(with_columns, reader(CHATML)) == text_of(bare, reader(CHATML))
 
 
 @pytest.mark.parametrize(
@@ -372,3 +359,8 @@ def test_the_end_of_the_users_turn_is_not_taken_for_the_beginning_of_the_assista
         "<|channel|>final<|message|>cat one<|end|>",
         "<|channel|>analysis<|message|>hmm cat two<|end|><|start|>assistant<|channel|>final<|message|>cat two<|end|>",
     ]
+
+
+def test_a_row_with_the_sign_itself_is_refused_where_the_sign_is_needed() -> None:
+    with refused("does not show where a turn"):
+        learned(reader(THINKS), talk("\ue0d1\ue0d2", "Anna", "And?", "Bo"))

@@ -61,6 +61,10 @@ def test_few_rows_never_touch_the_disk_and_many_leave_no_name_there(tmp_path: Pa
     assert stat.S_IMODE((tmp_path / "many").stat().st_mode) == 0o700
 
 
+WHO = st.sampled_from(["a", "b", "cc", 1, "1", 1.0, True])
+OWNED = st.fixed_dictionaries({"who": WHO, "text": st.text("xy", max_size=2)})
+
+
 def grouped_in_memory(rows: list[Row], limit: int) -> list[list[Row]]:
     units: dict[str, list[Row]] = {}
     for row in rows:
@@ -69,16 +73,7 @@ def grouped_in_memory(rows: list[Row], limit: int) -> list[list[Row]]:
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(
-    rows=st.lists(
-        st.fixed_dictionaries(
-            {"who": st.sampled_from(["a", "b", "cc", 1, "1", 1.0, True]), "text": st.text("xy", max_size=2)}
-        ),
-        min_size=1,
-        max_size=20,
-    ),
-    limit=st.integers(1, 4),
-)
+@given(rows=st.lists(OWNED, min_size=1, max_size=20), limit=st.integers(1, 4))
 def test_grouping_by_hashes_is_grouping_by_values(rows: list[Json], limit: int) -> None:
     typed = tiny.rows(rows, "who")
     data_section = DataConfig(train="rows.jsonl", unit="who", max_examples_per_unit=limit)

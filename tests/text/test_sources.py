@@ -88,12 +88,14 @@ def test_several_files_are_one_source_in_their_order(tmp_path: Path, several: st
     paths = [folder / f"part-{number}.jsonl{'.gz' if number == 1 else ''}" for number in range(3)]
     for path, row in zip(paths, ROWS, strict=True):
         write(path, [row])
-    source: Any = {
+    mixed = [str(folder / "part-0*"), str(folder / "part-[12]*")]
+    sources = {
         "glob": str(folder / "part-*"),
-        "list": [str(path) for path in paths],
+        "list": list(map(str, paths)),
         "directory": str(folder),
-        "mixed list": [str(folder / "part-0*"), str(folder / "part-[12]*")],
-    }[several]
+        "mixed list": mixed,
+    }
+    source: Any = sources[several]
     assert raw(source, tmp_path) == ROWS
     data = section(train=source, unit="who", max_examples_per_unit=1)
     assert tiny.count_units(data, tmp_path / "cache") == 3
@@ -125,12 +127,10 @@ def test_a_row_is_named_by_its_own_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.csv.gz", "rows.csv.bz2", "rows.jsonl.xz"])
 def test_a_compressed_file_that_was_cut_short_is_refused(tmp_path: Path, name: str, cut: int) -> None:
     path = write(tmp_path / name, [{"text": SENTINEL}] * 3)
-    path.write_bytes(path.read_bytes()[:-cut])
-    with refused(f"^{path}: cannot be read"):
-        load(path, tmp_path)
-    path.write_bytes(SENTINEL.encode())
-    with refused(f"^{path}: cannot be read"):
-        load(path, tmp_path)
+    for content in (path.read_bytes()[:-cut], SENTINEL.encode()):
+        path.write_bytes(content)
+        with refused(f"^{path}: cannot be read"):
+            load(path, tmp_path)
 
 
 PEOPLE = "who,text\n" + "".join(f"p{number},note {number}\n" for number in range(6))
@@ -224,9 +224,7 @@ def test_a_directory_whose_types_would_be_guessed_is_refused(tmp_path: Path, nam
         load(tmp_path / "ward", tmp_path)
 
 
-FILES = [f"train{form}{packed}" for form in (".jsonl", ".json", ".csv") for packed in ("", *COMPRESS)] + [
-    "train.parquet"
-]
+FILES = [*(f"train.{kind}{packed}" for kind in ("jsonl", "json", "csv") for packed in ("", *COMPRESS)), "train.parquet"]
 PLACES = ["file", "glob", "list", "directory", "configs", "Hub"]
 TEXTS = {name: {"dtype": "string", "_type": "Value"} for name in ("who", "age", "text")}
 VALUES = [
@@ -235,11 +233,9 @@ VALUES = [
 ]
 
 
+EVERYWHERE = [(name, place) for name in FILES for place in PLACES]
 UNPACKED_EVERYWHERE = [  # once unpacked, files are read as the others are
-    (name, layout)
-    for name in FILES
-    for layout in PLACES
-    if Path(name).suffix not in COMPRESS or layout in ("file", "directory")
+    (name, place) for name, place in EVERYWHERE if Path(name).suffix not in COMPRESS or place in ("file", "directory")
 ]
 
 
@@ -260,10 +256,8 @@ def test_what_one_row_holds_changes_no_other_row(
             (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {name}\n---\n")
         copied = partial(shutil.copytree, folder, dirs_exist_ok=True)
         monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, local_dir, **__: copied(local_dir))
-        path = folder / name
-        source: Any = {"file": path, "glob": f"{folder}/train*", "list": [path], "Hub": "org/letters"}.get(
-            layout, folder
-        )
+        places = {"file": folder / name, "glob": f"{folder}/train*", "list": [folder / name], "Hub": "org/letters"}
+        source: Any = places.get(layout, folder)
         return list(load(source, tmp_path / f"cache{number}", columns_kept=("who", "age")).rows)
 
     rows = [{"who": f"{number:03}", "age": str(number), "text": f"note {number}"} for number in range(6)]
