@@ -41,11 +41,8 @@ def folder(once: Once) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> tuple[Results, Results, Results]:
     """Rank 0 and rank 1 of two with a sharded base, and one process with a whole one."""
-    first, second, alone = (
-        torch.load(folder / f"world{world}_rank{rank}.pt", weights_only=True)
-        for rank, world in ((0, 2), (1, 2), (0, 1))
-    )
-    return first, second, alone
+    names = ("world2_rank0", "world2_rank1", "world1_rank0")
+    return tuple(torch.load(folder / f"{name}.pt", weights_only=True) for name in names)
 
 
 @pytest.fixture(params=VARIANTS)

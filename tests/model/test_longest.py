@@ -122,9 +122,8 @@ def test_an_audit_scores_and_completes_a_row_as_alone(kind: str) -> None:
         (alone,) = score(net, [one], [mask], 4096)
         np.testing.assert_allclose(together[place].log_prob, alone.log_prob, rtol=0, atol=1e-5)
         np.testing.assert_array_equal(together[place].log_prob, again[place].log_prob)
-        assert reading.write_behind(net, reading.generation_config(tiny.tokenizer(), 25, ()), [prompts[place]]) == [
-            written[place]
-        ]
+        settings = reading.generation_config(tiny.tokenizer(), 25, ())
+        assert reading.write_behind(net, settings, [prompts[place]]) == [written[place]]
 
 
 @pytest.mark.parametrize("kind", ROPES)

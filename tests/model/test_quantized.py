@@ -179,10 +179,8 @@ def test_outlier_columns_would_couple_rows(folder: Path, tmp_path: Path, monkeyp
 
 @needs_bitsandbytes
 def test_packed_weights_cannot_train_whole(folder: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"adapter\.modules_to_save: 'down_proj' trains whole weights.*quantised weights cannot be trained",
-    ):
+    words = r"adapter\.modules_to_save: 'down_proj' trains whole weights.*quantised weights cannot be trained"
+    with pytest.raises(ConfigError, match=words):
         loading.build(recipe(folder, adapter={"target_modules": ["q_proj"], "modules_to_save": ["down_proj"]}), CPU)
     net = loading.build(recipe(folder, adapter={"modules_to_save": ["lm_head"]}), CPU)  # never packed
     assert any("lm_head" in name for name, p in net.named_parameters() if p.requires_grad)

@@ -54,9 +54,7 @@ class Meddling(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(
-        self, input_ids: Any, attention_mask: Any, position_ids: Any, past_key_values: Any, use_cache: bool
-    ) -> Any:
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values, use_cache):
         out = self.inner(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
         out.logits = out.logits + 1e-6 * out.logits.mean(dim=0, keepdim=True)
         return out
@@ -124,9 +122,8 @@ def test_a_text_has_the_same_vector_in_any_company_and_number(embedder: Embedder
     """Mutants: a width of the longest text at hand, a height of how many there are."""
     assert embedder.height > 1
     together = embedder.vectors(TEXTS * 40)
-    assert (
-        len({together[place :: len(TEXTS)].tobytes() for place in range(len(TEXTS))}) == len(TEXTS) - 1
-    )  # two are empty
+    vectors = {together[place :: len(TEXTS)].tobytes() for place in range(len(TEXTS))}
+    assert len(vectors) == len(TEXTS) - 1  # two are empty
     for place, text in enumerate(TEXTS):
         assert embedder.vectors([text])[0].tobytes() == together[place].tobytes()
         assert embedder.vectors([text, "boat " * 500])[0].tobytes() == together[place].tobytes()

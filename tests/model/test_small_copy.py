@@ -18,22 +18,11 @@ MORE: dict[str, Json] = {  # three blocks or more
     "ctrl": {"n_layer": 3, "num_hidden_layers": None},
     "gemma3": {"text_config": {**tiny.SMALL, "num_hidden_layers": 3}},
 }
+ADAPTED = (tiny.FAMILIES | tiny.MIXED).keys() - {"phimoe", "modernbert-decoder"}  # the former's router draws: refused
+FROZEN = [name for name, sizes in tiny.FAMILIES.items() if "num_local_experts" not in sizes]  # experts do not train
 SMALL_COPIES: dict[str, tuple[str, Json, Json]] = {
-    **{
-        f"{family}, lora": (family, {"method": "lora", "r": 4}, {})
-        for family in tiny.FAMILIES
-        if family != "phimoe"  # its router draws, which the self-check refuses
-    },
-    **{
-        f"{family}, lora": (family, {"method": "lora", "r": 4}, MORE.get(family, {}))
-        for family in tiny.MIXED
-        if family != "modernbert-decoder"
-    },
-    **{
-        f"{family}, frozen": (family, {"method": "frozen", "last_blocks": 3}, {})
-        for family in tiny.FAMILIES
-        if "num_local_experts" not in tiny.FAMILIES[family]  # experts and routers do not train
-    },
+    **{f"{name}, lora": (name, {"method": "lora", "r": 4}, MORE.get(name, {})) for name in sorted(ADAPTED)},
+    **{f"{name}, frozen": (name, {"method": "frozen", "last_blocks": 3}, {}) for name in FROZEN},
     "tied head": ("llama", {"method": "frozen", "lm_head": True}, {"tie_word_embeddings": True}),
     "gpt2, tied head": ("gpt2", {"method": "frozen", "lm_head": True}, {"tie_word_embeddings": True}),
     "embedding": ("gemma2", {"method": "lora", "target_modules": ["embed_tokens", "q_proj"]}, {}),

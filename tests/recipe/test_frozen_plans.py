@@ -50,31 +50,14 @@ def grid() -> Iterator[tuple[Sections, int]]:
 def promised(sections: Sections, units: int) -> dict[str, Any]:
     """The values of a Plan that decide what is drawn, how much noise there is, and what is stated."""
     preferences = {"format": "preference"} if "objective" in sections.get("train", {}) else {}
-    config = RunConfig.model_validate(
-        {
-            "model": {"name_or_path": "builtin:tiny"},
-            "output_dir": "nowhere",
-            **sections,
-            "data": {"train": "rows.jsonl", **preferences, **sections.get("data", {})},
-        }
-    )
-    plan = plan_of(config, units)
-    schedule = plan.schedule
-    return {
-        "dataset_size": schedule.dataset_size,
-        "sampling_rate": schedule.sampling_rate,
-        "num_steps": schedule.num_steps,
-        "noise_multiplier": plan.noise_multiplier,
-        "max_grad_norm": plan.max_grad_norm,
-        "clipping": plan.clipping,
-        "unit": plan.unit,
-        "sampling": plan.sampling,
-        "neighbouring_relation": plan.neighbouring_relation,
-        "coefficients": list(plan.coefficients),
-        "event": plan.event.to_json(),
-        "delta": plan.delta,
-        "epsilon": plan.epsilon,
-    }
+    data = {"train": "rows.jsonl", **preferences, **sections.get("data", {})}
+    fixed = {"model": {"name_or_path": "builtin:tiny"}, "output_dir": "nowhere"}
+    plan = plan_of(RunConfig.model_validate({**fixed, **sections, "data": data}), units)
+    drawn = {name: getattr(plan.schedule, name) for name in ("dataset_size", "sampling_rate", "num_steps")}
+    noise = ("noise_multiplier", "max_grad_norm", "clipping")
+    stated = ("unit", "sampling", "neighbouring_relation", "delta", "epsilon")
+    told = {name: getattr(plan, name) for name in (*noise, *stated)}
+    return {**drawn, **told, "coefficients": list(plan.coefficients), "event": plan.event.to_json()}
 
 
 def test_plans_stay(full: bool) -> None:

@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 
-def peak_bytes() -> int:
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+def kept(name: str) -> int:
+    """Bytes, as the kernel counts them: VmRSS now, VmHWM at the peak."""
+    return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
 
 
 def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
@@ -43,7 +40,7 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
             "output_dir": "unused",
         }
     )
-    before = current_bytes()
+    before = kept("VmRSS")
     base = transformers.AutoConfig.from_pretrained(folder)
     net: Any = transformers.AutoModelForCausalLM.from_config(base, dtype=torch.float32)
     net.requires_grad_(False)
@@ -65,13 +62,9 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
     passes = [some for units in (long, many) for some in passes_of(range(len(units)), units, packing, 0)]
     assert [some.num_units for some in passes] == [*[rows] * count, packing.most_units]
     engine.step(passes)
-    reset_peak()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     engine.step(passes)
-    return peak_bytes() - before
-
-
-def current_bytes() -> int:
-    return 1024 * int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+    return kept("VmHWM") - before
 
 
 if __name__ == "__main__":

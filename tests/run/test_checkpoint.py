@@ -55,9 +55,8 @@ def weights(net: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def is_of(net: nn.Module, seed: int) -> bool:
-    return all(
-        torch.equal(value, net.state_dict()[n]) for n, value in pair(seed)[0].state_dict().items() if n != "a.bias"
-    )
+    state, expected = net.state_dict(), pair(seed)[0].state_dict()
+    return all(torch.equal(value, state[name]) for name, value in expected.items() if name != "a.bias")
 
 
 def test_what_is_saved_comes_back(run: RunDir) -> None:
@@ -202,9 +201,7 @@ def test_a_save_that_dies_anywhere_leaves_the_former_checkpoint(run: RunDir, mon
         for survived in range(9):
             seen: list[int] = []
 
-            def fail(
-                *arguments: Any, real: Any = real, seen: list[int] = seen, most: int = survived, **more: Any
-            ) -> Any:
+            def fail(*arguments: Any, real: Any = real, seen: Any = seen, most: int = survived, **more: Any) -> Any:
                 seen.append(1)
                 if len(seen) > most:
                     raise KeyboardInterrupt

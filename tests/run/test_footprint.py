@@ -9,6 +9,7 @@ import tiny_models as tm
 import torch
 from programs import run_program
 from torch import nn
+from transformers import GPT2Config, LlamaConfig
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import adapters, loading, memory
@@ -73,16 +74,8 @@ def test_auto_would_train_what_it_trains(family: str, tmp_path: Path) -> None:
 
 
 def test_a_large_model_takes_no_memory(tmp_path: Path) -> None:
-    shape = {
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128_256,
-    }
-    from transformers import LlamaConfig
-
+    shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256}
+    shape |= {"hidden_size": 4096, "intermediate_size": 14_336}
     LlamaConfig(**shape, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     net = skeleton(recipe(tmp_path), torch.float32)
     assert all(parameter.is_meta for parameter in net.parameters())
@@ -91,16 +84,9 @@ def test_a_large_model_takes_no_memory(tmp_path: Path) -> None:
 
 def test_memory_grows_with_what_it_is_made_of(tmp_path: Path) -> None:
     only_config(tmp_path)
-    one, wide, long, twice, sgd = (
-        footprint(recipe(tmp_path, **changes))
-        for changes in (
-            {},
-            {"train__tokens_per_pass": 256},
-            {"data__max_length": 64, "train__tokens_per_pass": 256},
-            {"train__batch_size": 40},
-            {"train__optimizer": "sgd"},
-        )
-    )
+    tokens, optimizer = {"train__tokens_per_pass": 256}, {"train__optimizer": "sgd"}
+    variants = ({}, tokens, {**tokens, "data__max_length": 64}, {"train__batch_size": 40}, optimizer)
+    one, wide, long, twice, sgd = (footprint(recipe(tmp_path, **changes)) for changes in variants)
     assert wide.memory.activations == pytest.approx(2 * one.memory.activations, rel=0.01)
     assert long.memory.activations > 1.9 * one.memory.activations
     assert one.memory.unit_gradients == 4 * one.packing.most_units * one.trainable
@@ -126,10 +112,8 @@ def test_a_gpu_is_planned_for_from_elsewhere(tmp_path: Path) -> None:
     a100, h100 = (footprint(config, gpu=gpu) for gpu in ("a100", "h100"))
     assert h100 == a100
     assert h100.packing.tokens % memory.ELSEWHERE.block == 0
-    kept = [
-        footprint(recipe(tmp_path, train__precision=name), gpu="h100").memory.activations
-        for name in ("auto", "bf16", "fp32")
-    ]
+    precisions = [recipe(tmp_path, train__precision=name) for name in ("auto", "bf16", "fp32")]
+    kept = [footprint(config, gpu="h100").memory.activations for config in precisions]
     assert kept[0] == kept[1] < kept[2]
     with pytest.raises(ConfigError, match="Type one of a100, h100"):
         footprint(config, gpu="tpu")
@@ -233,8 +217,6 @@ CASES = {
 @pytest.mark.parametrize("method", ["lora", "frozen"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_estimate_of_memory_is_near_that_of_a_real_step(name: str, method: str, tmp_path: Path) -> None:
-    from transformers import GPT2Config, LlamaConfig
-
     source, rows, tokens = CASES[name]
     if source == "llama":
         LlamaConfig(

@@ -33,12 +33,16 @@ def units() -> list[dpllm.Unit]:
     ]
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> nn.Module:
-    base = transformers.AutoModelForCausalLM.from_pretrained(tiny.save_model(tmp_path / "base", "gpt2"))
+def last_block_trains(path: Path, **changes: Any) -> nn.Module:
+    base = transformers.AutoModelForCausalLM.from_pretrained(tiny.save_model(path, "gpt2", **changes))
     for name, parameter in base.named_parameters():
         parameter.requires_grad = ".h.1." in name
     return base
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> nn.Module:
+    return last_block_trains(tmp_path / "base")
 
 
 @pytest.fixture
@@ -134,11 +138,7 @@ def test_what_cannot_hold_is_refused_before_anything_is_spent(model: nn.Module, 
 
 def test_rows_count_no_more_positions_than_the_model_has(tmp_path: Path, ledger: dpllm.Ledger) -> None:
     """A step would fail once it was charged: padding counts to max_length, and the self-check follows the model."""
-    short = transformers.AutoModelForCausalLM.from_pretrained(
-        tiny.save_model(tmp_path / "short", "gpt2", max_position_embeddings=24)
-    )
-    for name, parameter in short.named_parameters():
-        parameter.requires_grad = ".h.1." in name
+    short = last_block_trains(tmp_path / "short", max_position_embeddings=24)
     with engine(short, ledger, max_length=128) as one:
         for _ in range(STEPS):
             one.step()

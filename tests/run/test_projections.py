@@ -43,9 +43,7 @@ def resume(path: Path) -> Projections:
         pytest.param(read_projections, None, id="steps: missing"),
         pytest.param(read_projections, b"", id="steps: empty"),
         pytest.param(read_projections, b"no array", id="steps: no array"),
-        pytest.param(
-            resume, b"abc", id="resume: no array"
-        ),  # a row that does not fit would fail after its step was charged
+        pytest.param(resume, b"abc", id="resume: no array"),  # such a row would fail after its step was charged
         pytest.param(resume, npy(np.zeros((5, 3), np.float32)), id="resume: fewer canaries"),
         pytest.param(resume, npy(np.zeros((4, 4), np.float32)), id="resume: fewer steps"),
         pytest.param(resume, npy(np.zeros(4, np.float32)), id="resume: one dimension"),

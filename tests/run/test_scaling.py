@@ -120,9 +120,8 @@ def test_rows_that_fit_fit_and_one_more_does_not() -> None:
     for shape in scaling.SHAPES.values():
         for shards in (1, 8):
             rows = scaling.rows_that_fit(shape, 512, checkpointing=True, shards=shards)
-            sizes = [
-                sum(scaling.memory(shape, 512, r, checkpointing=True, shards=shards).values()) for r in (rows, rows + 1)
-            ]
+            counts = (scaling.memory(shape, 512, r, checkpointing=True, shards=shards) for r in (rows, rows + 1))
+            sizes = [sum(count.values()) for count in counts]
             limit = scaling.GPU_MEMORY * scaling.MEMORY_SHARE
             assert sizes[1] > limit
             assert sizes[0] <= limit or rows == 0
@@ -147,12 +146,16 @@ def run(script: str, *arguments: str) -> None:
     run_program(ROOT / "scripts" / script, "--shape", "tiny", *arguments)
 
 
+def measured(folder: Path, *arguments: str) -> Any:
+    file = folder / "step.json"
+    case = ["--methods", "lora", "--lengths", "16", "--checkpointing", "off", "--variants", "dpllm", "--no-memory"]
+    run("bench_step.py", *case, *arguments, "--device", "cpu", "--output", str(file))
+    return json.loads(file.read_text())
+
+
 @pytest.mark.full
 def test_a_measured_step_comes_with_tokens_per_second_and_its_physical_limit(tmp_path: Path) -> None:
-    file = tmp_path / "step.json"
-    case = ["--methods", "lora", "--lengths", "16", "--checkpointing", "off", "--variants", "dpllm", "--no-memory"]
-    run("bench_step.py", *case, "--repetitions", "2", "--device", "cpu", "--output", str(file))
-    report = json.loads(file.read_text())
+    report = measured(tmp_path, "--repetitions", "2")
     (result,) = report["results"]
     tokens = result["rows"] * result["length"] * report["settings"]["physical_batches"]
     shape = scaling.Shape(2, 32, 48, 2, 2, 64)
@@ -166,10 +169,7 @@ def test_a_measured_step_comes_with_tokens_per_second_and_its_physical_limit(tmp
 
 @pytest.mark.full
 def test_a_step_that_is_out_of_time_is_measured_once(tmp_path: Path) -> None:
-    file = tmp_path / "step.json"
-    case = ["--methods", "lora", "--lengths", "16", "--checkpointing", "off", "--variants", "dpllm", "--no-memory"]
-    run("bench_step.py", *case, "--repetitions", "5", "--limit", "0", "--device", "cpu", "--output", str(file))
-    (result,) = json.loads(file.read_text())["results"]
+    (result,) = measured(tmp_path, "--repetitions", "5", "--limit", "0")["results"]
     assert [len(values["time_s"]) for values in result["variants"].values()] == [1, 1]
 
 

@@ -40,17 +40,15 @@ class Terminal(io.StringIO):
         return True
 
 
-def said(
-    monkeypatch: pytest.MonkeyPatch, file: io.StringIO, *, public: bool, steps: int = 300, pace: float = 1.0
-) -> str:
-    """What is said of steps of ``pace`` seconds and 100 tokens each."""
+def said(monkeypatch, file, *, public, pace=1.0) -> str:
+    """What is said of 300 steps of ``pace`` seconds and 100 tokens each."""
     now = [1000.0]
     monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(screen.sys, "__stdout__", file)
     console = Console(file=file, width=80)
     with screen.Screen(console, public=public) as shown:
-        shown.begin_steps(steps, 0)
-        for step in range(1, steps + 1):
+        shown.begin_steps(300, 0)
+        for step in range(1, 301):
             shown.step(step, "epsilon <= 3.21 of 8.00", 100, 1.23456)
             now[0] += pace
     return file.getvalue()
@@ -111,15 +109,7 @@ def test_a_notebook_redraws_where_it_can_and_keeps_no_private_figure(
             assert (what in shown) is (public and widgets)
 
 
-def shown(
-    monkeypatch: pytest.MonkeyPatch,
-    file: io.StringIO,
-    what: str,
-    *,
-    public: bool,
-    pace: float = 3.0,
-    public_rows: bool = False,
-) -> str:
+def shown(monkeypatch, file, what, *, public, pace=3.0, public_rows=False) -> str:
     """What is shown of something in ten parts of ``pace`` seconds and 100 units each."""
     now = [1000.0]
     monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
@@ -165,16 +155,9 @@ def test_a_step_says_how_far_it_is_once_it_takes_long(monkeypatch: pytest.Monkey
 
 
 def record(**changes: Any) -> Any:
-    values = {
-        "metrics": SimpleNamespace(public={}),
-        "guarantee": SimpleNamespace(holds=True, reason=None),
-        "ledger": SimpleNamespace(dataset="notes"),
-        "status": "completed",
-        "steps_taken": 4,
-        "steps_planned": 4,
-        "steps_lost": 0,
-    }
-    return SimpleNamespace(**{**values, **changes})
+    values = {"metrics": SimpleNamespace(public={}), "guarantee": SimpleNamespace(holds=True, reason=None)}
+    values |= {"ledger": SimpleNamespace(dataset="notes"), "status": "completed"}
+    return SimpleNamespace(**{**values, "steps_taken": 4, "steps_planned": 4, "steps_lost": 0, **changes})
 
 
 def ended(run: RunDir, **changes: Any) -> Any:
