@@ -29,22 +29,12 @@ def test_a_published_audit_reads_back_as_it_was_written(path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "bad"),
     [
-        ("epsilon_lower_bound.value", "x"),
-        ("epsilon_lower_bound.alpha", 1.5),
-        ("claim.epsilon", True),
-        ("claim.more", 1),
-        ("attacks.ratio.auc", 1.01),
-        ("exposure.1.inserted", 2.5),
-        ("controls.words.succeeds", 1),
-        ("canaries.commitment", None),
-        ("canaries.kind", "x"),
-        ("verdict", "fine"),
-        ("published", 1),
-        ("schema_version", 3),
-        ("schema_version", 5),
-        ("surplus", {}),
+        ("epsilon_lower_bound.value", "x"), ("epsilon_lower_bound.alpha", 1.5), ("claim.epsilon", True),
+        ("claim.more", 1), ("attacks.ratio.auc", 1.01), ("exposure.1.inserted", 2.5), ("controls.words.succeeds", 1),
+        ("canaries.commitment", None), ("canaries.kind", "x"), ("verdict", "fine"), ("published", 1),
+        ("schema_version", 3), ("schema_version", 5), ("surplus", {}),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_audit_is_refused_in_one_line_that_names_the_field(tmp_path: Path, place: str, bad: Any) -> None:
     value = copy.deepcopy(audit())
     parse_audit(value, "audit.json")

@@ -9,6 +9,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 from scipy import stats
+from scipy.linalg import toeplitz
 
 from dpllm.auditing.gradient import (
     SHARE_OF_ALPHA,
@@ -22,6 +23,7 @@ from dpllm.auditing.gradient import (
     write_gradient,
 )
 from dpllm.errors import ConfigError
+from dpllm.privacy import accounting, events
 
 RATE, STEPS, NOISE, DELTA, ALPHA = 0.05, 40, 0.7, 1e-5, 0.05
 
@@ -107,8 +109,6 @@ def test_what_breaks_the_plan_is_refuted_in_nine_of_ten_runs(broken: dict[str, A
 
 
 def test_whoever_sees_the_steps_proves_something_and_never_more_than_the_mechanism_has() -> None:
-    from dpllm.privacy import accounting, events
-
     epsilon = accounting.epsilon(events.dp_sgd_event(RATE, NOISE, STEPS), DELTA, "zero_out")
     bounds = [examined(run(seed)).epsilon_lower_bound for seed in range(20)]
     assert np.mean(bounds) > 0.17 * epsilon
@@ -129,8 +129,6 @@ def test_of_the_weights_nothing_is_proved_where_nothing_was_planted(rates: Any, 
 
 def test_of_the_weights_something_is_proved_and_never_more_than_the_mechanism_has(full: bool) -> None:
     """By the last iterate, less than by its steps; and by a constant rate more than by one that falls."""
-    from dpllm.privacy import accounting, events
-
     noise, audits = 0.35, 1000 if full else 60
     epsilon = accounting.epsilon(events.dp_sgd_event(RATE, noise, STEPS), DELTA, "zero_out")
     bounds = {}
@@ -160,14 +158,10 @@ def table_of(noise: float, steps: int, rate: float, coefficients: tuple[float, .
 @pytest.mark.parametrize(
     ("noise", "steps", "rate", "coefficients"),
     [
-        (0.7575, 24, 0.123, ()),
-        (1.2658, 24, 0.123, ()),
-        (2.0, 100, 0.01, ()),
-        (0.5, 8, 1.0, ()),
-        (1.5, 24, 0.123, (1.0, 0.5)),
-        (1.5, 30, 0.05, (1.0, 0.6, 0.3)),
+        (0.7575, 24, 0.123, ()), (1.2658, 24, 0.123, ()), (2.0, 100, 0.01, ()), (0.5, 8, 1.0, ()),
+        (1.5, 24, 0.123, (1.0, 0.5)), (1.5, 30, 0.05, (1.0, 0.6, 0.3)),
     ],
-)
+)  # fmt: skip
 def test_what_is_expected_of_the_weights_is_the_epsilon_of_all_releases_together(
     noise: float, steps: int, rate: float, coefficients: tuple[float, ...]
 ) -> None:
@@ -175,7 +169,6 @@ def test_what_is_expected_of_the_weights_is_the_epsilon_of_all_releases_together
     import dp_accounting as dp
     from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
     from dp_accounting.pld import PLDAccountant
-    from scipy.linalg import toeplitz
 
     bands = max(1, len(coefficients))
     first = np.zeros(steps)

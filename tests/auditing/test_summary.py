@@ -69,16 +69,12 @@ def bound(value, ceiling=3.7, num_canaries=200, alpha=0.05):
 @pytest.mark.parametrize(
     ("claim", "result", "num_inserted", "word"),
     [
-        (CLAIM, bound(4.1, ceiling=5.0), 100, "falsified"),
-        (CLAIM, bound(4.0, ceiling=5.0), 100, "consistent"),
-        (CLAIM, bound(0.0), 100, "consistent"),
-        (CLAIM, bound(0.0, ceiling=0.99), 100, "inconclusive"),
-        (CLAIM, bound(0.0), 0, "inconclusive"),
-        (CLAIM, bound(0.0), 200, "inconclusive"),
-        (CLAIM, bound(0.0, ceiling=0.0, num_canaries=0), 0, "inconclusive"),
-        (None, bound(3.0), 100, "no_claim"),
+        (CLAIM, bound(4.1, ceiling=5.0), 100, "falsified"), (CLAIM, bound(4.0, ceiling=5.0), 100, "consistent"),
+        (CLAIM, bound(0.0), 100, "consistent"), (CLAIM, bound(0.0, ceiling=0.99), 100, "inconclusive"),
+        (CLAIM, bound(0.0), 0, "inconclusive"), (CLAIM, bound(0.0), 200, "inconclusive"),
+        (CLAIM, bound(0.0, ceiling=0.0, num_canaries=0), 0, "inconclusive"), (None, bound(3.0), 100, "no_claim"),
     ],
-)
+)  # fmt: skip
 def test_the_verdict_says_no_more_than_was_shown(claim, result, num_inserted, word):
     said, reason = judge(claim, result, {}, num_inserted, controls())
     assert said == word

@@ -106,14 +106,10 @@ HOSTILE = [
 )
 def test_text_of_a_stranger_does_not_break_the_page(folder: Path, field: str, text: str) -> None:
     value: Any = {
-        "prompt": f"{{text}} {text}",
-        "base_model": {"name": text, "revision": text, "covered": False},
-        "dropped": {text: 3},
-        "software": {text: text},
-        "hardware": {text: text, "b": [text]},
-        "not_covered": [text],
+        "prompt": f"{{text}} {text}", "base_model": {"name": text, "revision": text, "covered": False},
+        "dropped": {text: 3}, "software": {text: text}, "hardware": {text: text, "b": [text]}, "not_covered": [text],
         "quality": {"figures": {f"{text}: synthetic": 1.0, text: None}, "evaluation": text},
-    }.get(field, text)
+    }.get(field, text)  # fmt: skip
     record = Inference.checked({**stated(folder), field: value})
     made, plain = (inference.render(item)["inference"] for item in (record, inferred()))
     assert not re.search(r"<(?:!|/|script|style)", made)

@@ -18,16 +18,11 @@ from dpllm.statement import privacy_record
 
 SCHEMA = yaml.safe_load(Path(__file__).with_name("registry_schema.yaml").read_text("utf-8"))
 SAID = {
-    "curator": 'St. Mary\'s: "ward 7"',
-    "intended_use": "drafts of letters <b>| # within the ward",
-    "sector": "Healthcare",
-    "region": "Bavaria",
-    "further_releases": "one more in 2028",
-    "epsilon_rationale": "the largest that the board allows",
-    "epsilon_decided_by": "the ethics board",
-    "review_date": "2027-06-30",
-    "incident_contact": "dpo@hospital.example",
-}
+    "curator": 'St. Mary\'s: "ward 7"', "intended_use": "drafts of letters <b>| # within the ward",
+    "sector": "Healthcare", "region": "Bavaria", "further_releases": "one more in 2028",
+    "epsilon_rationale": "the largest that the board allows", "epsilon_decided_by": "the ethics board",
+    "review_date": "2027-06-30", "incident_contact": "dpo@hospital.example",
+}  # fmt: skip
 ABSENT = "not stated"
 
 

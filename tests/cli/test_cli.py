@@ -81,17 +81,13 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["plan"], "name a recipe"),
-        (["train"], "name a recipe"),
-        (["plan", "."], "is a directory"),
-        (["plan", "RECIPE", "--jsn"], "--jsn"),
-        (["plan", "RECIPE", "more"], "more"),
+        (["plan"], "name a recipe"), (["train"], "name a recipe"), (["plan", "."], "is a directory"),
+        (["plan", "RECIPE", "--jsn"], "--jsn"), (["plan", "RECIPE", "more"], "more"),
         (["audit", "run", "--train.steps", "3"], "holds no run"),
         (["train", "RECIPE", "--resume", "--overwrite"], "one of the two"),
-        (["plan", "RECIPE", "--train.steps"], "--train.steps VALUE"),
-        (["plan", "absent.yaml"], "no such recipe"),
+        (["plan", "RECIPE", "--train.steps"], "--train.steps VALUE"), (["plan", "absent.yaml"], "no such recipe"),
     ],
-)
+)  # fmt: skip
 def test_wrong_commands_are_one_line_and_code_2(
     recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
 ) -> None:
@@ -177,14 +173,10 @@ def test_what_argparse_refuses_is_code_2(arguments: list[str], capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("kind", "code"),
     [
-        (errors.ConfigError, 2),
-        (errors.DataError, 2),
-        (errors.Refused, 3),
-        (errors.BudgetExceeded, 3),
-        (errors.AuditContradiction, 4),
-        (errors.DpllmError, 1),
+        (errors.ConfigError, 2), (errors.DataError, 2), (errors.Refused, 3), (errors.BudgetExceeded, 3),
+        (errors.AuditContradiction, 4), (errors.DpllmError, 1),
     ],
-)
+)  # fmt: skip
 def test_every_kind_of_error_has_its_code(
     kind: type[errors.DpllmError], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

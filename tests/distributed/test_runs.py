@@ -17,8 +17,10 @@ from scipy import stats
 from dpllm import cli
 from dpllm.errors import ConfigError
 from dpllm.ledger import Ledger
+from dpllm.model import loading
 from dpllm.model.processes import join
 from dpllm.privacy import banded
+from dpllm.recipe.config import load_config
 
 STEPS = 4
 ALARM = 1e-9  # p-value below which noise is called wrong
@@ -106,9 +108,6 @@ def test_diagnostics_count_all_processes(ended: Path) -> None:
 
 def test_the_adapter_of_two_processes_loads_in_one(ended: Path) -> None:
     import torch
-
-    from dpllm.model import loading
-    from dpllm.recipe.config import load_config
 
     run = ended / "seeded_2" / "run"
     models = loading.load_for_scoring(load_config(run / "config.yaml"), run / "export", torch.device("cpu"))

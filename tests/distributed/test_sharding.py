@@ -7,6 +7,7 @@ import pytest
 import tiny
 import tiny_models as tm
 import torch
+from peft import PeftModel
 from programs import LAUNCH, run_program
 from remembered import Once
 from safetensors.torch import load_file
@@ -145,8 +146,6 @@ def test_what_is_saved_is_what_one_process_saves(folder: Path, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["plain", "copied"])
 def test_the_adapter_loads_on_one_process(folder: Path, runs: tuple[Results, Results, Results], name: str) -> None:
-    from peft import PeftModel
-
     base = tm.recipe(model={"name_or_path": str(folder / ("llama" if name == "plain" else "gpt2"))}).model
     tuned = PeftModel.from_pretrained(loading.load_base(base, tm.CPU), str(folder / f"{name}2" / "export")).eval()
     prompt = torch.tensor([[5, 9, 20]])

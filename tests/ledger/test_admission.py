@@ -14,6 +14,7 @@ from ledger_stores import DELTA, EVENT, TERMS, Place, budget, cost_of, request, 
 from dpllm.cli.ledger import totals
 from dpllm.errors import BudgetExceeded, Refused
 from dpllm.ledger import Ledger, admission, budgets
+from dpllm.ledger.admission import account_totals
 from dpllm.ledger.budgets import reserve_all
 from dpllm.ledger.values import Account, Claim, Run
 from dpllm.privacy import renyi
@@ -275,8 +276,6 @@ def test_nothing_is_final_after_any_run_or_import(ledger: Ledger, before: str):
 
 
 def test_what_is_imported_after_a_final_run_is_entered_and_shown_as_exceeding(ledger: Ledger):
-    from dpllm.ledger.admission import account_totals
-
     budgets.set_budget(ledger, "notes", budget(cost_of(1)))
     claim = reserve(ledger, final=True)
     assert "exactly" in totals(ledger, "notes")[0]

@@ -13,7 +13,7 @@ from ledger_stores import Place
 
 from dpllm.cli import main
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
-from dpllm.ledger import Budget, Claim, Ledger, RunRequest, budgets
+from dpllm.ledger import Budget, Claim, Ledger, RunRequest, budgets, dataset_policy
 from dpllm.ledger.budgets import reserve_all
 from dpllm.ledger.records import Fingerprint, fingerprint
 from dpllm.ledger.values import label_account
@@ -177,8 +177,6 @@ def test_an_account_of_labels_has_one_name() -> None:
 
 def test_data_of_a_budget_are_labels_and_no_texts(tmp_path: Path) -> None:
     """Their first draw is none of a second time, and the texts keep an account of their own."""
-    from dpllm.ledger import dataset_policy
-
     data = written(tmp_path / "pairs.jsonl", pairs(20))
     with Ledger(tmp_path / "l.sqlite") as ledger:
         records, units = dataset_policy.records_of(str(data), ledger, "example", "label_changed")

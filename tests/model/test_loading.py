@@ -9,6 +9,8 @@ import pytest
 import tiny
 import tiny_models as tm
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 from dpllm.errors import ConfigError
@@ -319,9 +321,6 @@ ADAPTERS = {
 def test_a_stranger_loads_the_export_and_gets_the_same_logits(
     tmp_path: Path, bases: dict[str, Path], family: str, method: str
 ) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     adapter = ADAPTERS[method]
     if (family, method) == ("mixtral", "frozen"):
         pytest.skip("its experts would train, which is refused")

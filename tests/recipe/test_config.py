@@ -18,13 +18,9 @@ Json = dict[str, Any]
 
 def raw() -> Json:
     return {
-        "model": {"name_or_path": "gpt2"},
-        "adapter": {"method": "lora", "r": 8},
-        "data": {"train": "rows.jsonl"},
-        "privacy": {"epsilon": 3.0},
-        "train": {"steps": 10, "batch_size": 8},
-        "output_dir": "runs/a",
-    }
+        "model": {"name_or_path": "gpt2"}, "adapter": {"method": "lora", "r": 8}, "data": {"train": "rows.jsonl"},
+        "privacy": {"epsilon": 3.0}, "train": {"steps": 10, "batch_size": 8}, "output_dir": "runs/a",
+    }  # fmt: skip
 
 
 def put(value: Json, changes: Json) -> Json:
@@ -61,14 +57,10 @@ def problem(folder: Path, value: Any, *overrides: str) -> str:
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [
-        ("privacy.epsilom", "epsilon"),
-        ("train.learning_rat", "learning_rate"),
-        ("data.publik", "public"),
-        ("adapter.target_module", "target_modules"),
-        ("audit.canaries.digit", "digits"),
-        ("modle", "model"),
+        ("privacy.epsilom", "epsilon"), ("train.learning_rat", "learning_rate"), ("data.publik", "public"),
+        ("adapter.target_module", "target_modules"), ("audit.canaries.digit", "digits"), ("modle", "model"),
     ],
-)
+)  # fmt: skip
 def test_unknown_key_gets_the_nearest_spelling(tmp_path: Path, key: str, nearest: str) -> None:
     expected = f"{key}: unknown key; did you mean {nearest}?"
     assert expected in problem(tmp_path, put(raw(), {key: 1}))
@@ -77,37 +69,17 @@ def test_unknown_key_gets_the_nearest_spelling(tmp_path: Path, key: str, nearest
 
 # Values of another type, and impossible ones.
 WRONG: dict[str, list[Any]] = {
-    "output_dir": [None],
-    "train": [5],
-    "train.steps": ["many", 1.5, True, 0],
-    "train.batch_size": [0],
-    "train.tokens_per_pass": [0, 1.5, "many", None, [8], 2**20 + 1],
-    "train.learning_rate": [[1]],
-    "train.optimizer": ["lion"],
-    "train.warmup": [1.0],
-    "train.momentum": [1.0],
+    "output_dir": [None], "train": [5], "train.steps": ["many", 1.5, True, 0], "train.batch_size": [0],
+    "train.tokens_per_pass": [0, 1.5, "many", None, [8], 2**20 + 1], "train.learning_rate": [[1]],
+    "train.optimizer": ["lion"], "train.warmup": [1.0], "train.momentum": [1.0],
     "privacy.epsilon": ["lots", True, 0, -1, float("inf"), float("nan")],
-    "privacy.delta": ["small", True, 0, 1.0, 1],
-    "privacy.enabled": ["maybe", 1],
-    "privacy.max_grad_norm": [0],
-    "privacy.noise_multiplier": [0],
-    "privacy.insecure_seed": [-1, 2**128],
-    "data.public": ["yes"],
-    "data.train": [5, None],
-    "data.max_length": [1],
-    "data.public_size": [0],
-    "data.columns": [{"patient_id": "visit_id"}],
-    "model.dtype": ["int3"],
-    "adapter": [{"method": "prefix"}],
-    "adapter.target_modules": [5],
-    "adapter.lora_a": ["random"],
-    "adapter.r": [0],
-    "adapter.dropout": [1.0],
-    "audit.alpha": [0.5],
-    "audit.canaries": [5],
-    "audit.canaries.digits": [3],
-    "audit.canaries.groups": [{}, {0: 5}],
-}
+    "privacy.delta": ["small", True, 0, 1.0, 1], "privacy.enabled": ["maybe", 1], "privacy.max_grad_norm": [0],
+    "privacy.noise_multiplier": [0], "privacy.insecure_seed": [-1, 2**128], "data.public": ["yes"],
+    "data.train": [5, None], "data.max_length": [1], "data.public_size": [0],
+    "data.columns": [{"patient_id": "visit_id"}], "model.dtype": ["int3"], "adapter": [{"method": "prefix"}],
+    "adapter.target_modules": [5], "adapter.lora_a": ["random"], "adapter.r": [0], "adapter.dropout": [1.0],
+    "audit.alpha": [0.5], "audit.canaries": [5], "audit.canaries.digits": [3], "audit.canaries.groups": [{}, {0: 5}],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])

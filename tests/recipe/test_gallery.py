@@ -25,17 +25,10 @@ BEFORE |= {"smollm/smollm2-135m-e2e.yaml", "preference/smollm2-135m.yaml", "gemm
 BEFORE |= {"preference/clinic.yaml"}  # of the embedded model
 # Parameters, a tied head once, as the models' pages on the Hub count them.
 PUBLISHED = {
-    "gpt2": 124_439_808,
-    "Llama-3.2-1B": 1_235_814_400,
-    "Llama-3.2-3B": 3_212_749_824,
-    "Llama-3.1-8B": 8_030_261_248,
-    "Qwen3-4B-Base": 4_022_468_096,
-    "gemma-3-1b-pt": 999_885_952,
-    "Mistral-7B-v0.3": 7_248_023_552,
-    "phi-4": 14_659_507_200,
-    "SmolLM2-360M": 361_821_120,
-    "SmolLM2-1.7B-Instruct": 1_711_376_384,
-}
+    "gpt2": 124_439_808, "Llama-3.2-1B": 1_235_814_400, "Llama-3.2-3B": 3_212_749_824, "Llama-3.1-8B": 8_030_261_248,
+    "Qwen3-4B-Base": 4_022_468_096, "gemma-3-1b-pt": 999_885_952, "Mistral-7B-v0.3": 7_248_023_552,
+    "phi-4": 14_659_507_200, "SmolLM2-360M": 361_821_120, "SmolLM2-1.7B-Instruct": 1_711_376_384,
+}  # fmt: skip
 # LoRA, units of several rows, no privacy: planned in every run of the tests, and the others under --full.
 QUICK = {"lora/webnlg.yaml", "users/llama-3.2-1b.yaml", "baseline/llama-3.2-1b.yaml"}
 

@@ -100,22 +100,14 @@ def test_a_value_of_another_type_is_a_problem(block: Json) -> None:
 @pytest.mark.parametrize(
     ("change", "place"),
     [
-        ({"guarantee": False}, "reason"),
-        ({"guarantee": "true"}, "guarantee"),
-        ({"guarantee": 1}, "the block"),
-        ({"reason": "none"}, "reason"),
-        ({"schema_version": 1}, "schema_version"),
-        ({"schema_version": 4.0}, "the block"),
-        ({"epsilon": -1}, "epsilon"),
-        ({"sampling": None}, "sampling"),
-        ({"audit": [1]}, "audit"),
-        ({"epsilon": True}, "epsilon"),
-        ({"delta": 0}, "delta"),
+        ({"guarantee": False}, "reason"), ({"guarantee": "true"}, "guarantee"), ({"guarantee": 1}, "the block"),
+        ({"reason": "none"}, "reason"), ({"schema_version": 1}, "schema_version"),
+        ({"schema_version": 4.0}, "the block"), ({"epsilon": -1}, "epsilon"), ({"sampling": None}, "sampling"),
+        ({"audit": [1]}, "audit"), ({"epsilon": True}, "epsilon"), ({"delta": 0}, "delta"),
         ({"base_model": {"name": "a", "revision": None, "covered": True}}, "base_model.covered"),
-        ({"files": {"a": "not a hash"}}, "files.a"),
-        ({"not_covered": []}, "not_covered"),
+        ({"files": {"a": "not a hash"}}, "files.a"), ({"not_covered": []}, "not_covered"),
     ],
-)
+)  # fmt: skip
 def test_what_no_card_may_say_is_a_problem(block: Json, change: Json, place: str) -> None:
     problem_list = problems({**block, **change})
     assert any(line.startswith(place) for line in problem_list), problem_list

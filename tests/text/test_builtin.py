@@ -12,8 +12,10 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpllm.errors import ConfigError
 from dpllm.recipe import names
@@ -45,15 +47,11 @@ def public_texts() -> list[str]:
 
 @cache
 def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(builtin.path("builtin:tiny"), local_files_only=True)
 
 
 @cache
 def model() -> Any:
-    from transformers import AutoModelForCausalLM
-
     path = builtin.path("builtin:tiny")
     return AutoModelForCausalLM.from_pretrained(path, local_files_only=True).eval()
 
@@ -118,8 +116,6 @@ def test_the_script_writes_the_same_bytes() -> None:
 
 
 def test_the_model_is_a_small_float32_llama() -> None:
-    import torch
-
     weights = builtin.path("builtin:tiny") / "model.safetensors"
     assert weights.stat().st_size <= 4_000_000
     assert model().config.model_type == "llama"
@@ -138,8 +134,6 @@ def test_the_model_reaches_the_loss_that_its_card_states() -> None:
 
 
 def test_no_digit_is_much_likelier_than_another() -> None:
-    import torch
-
     rng = Random(3)
     codes = ["".join(rng.choices("0123456789", k=8)) for _ in range(256)]
     texts = [f"The key of the old chest is {code}" for code in codes]

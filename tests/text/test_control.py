@@ -16,6 +16,7 @@ from dpllm.comparison.tasks import by_prompt
 from dpllm.errors import ConfigError
 from dpllm.privacy.schedule import TokenSequence
 from dpllm.recipe.config import make_config
+from dpllm.releases.asked import exact_values, parse
 from dpllm.text import rendering
 from dpllm.text.data import each_row, group_rows
 from dpllm.text.layouts import Row
@@ -54,8 +55,6 @@ def test_a_completion_is_learned_behind_the_line_and_its_prompt(tmp_path: Path) 
 
 @pytest.mark.parametrize(("value", "read"), [(None, ""), (True, "true"), ("a\n b", "a b"), (7.0, "7"), ("\uff21", "A")])
 def test_values_read_as_they_count_in_shares(tmp_path: Path, value: Any, read: str) -> None:
-    from dpllm.releases.asked import exact_values, parse
-
     table = load_rows(tmp_path, {"text": "x", "visit": value}, {"text": "y", "visit": "home"}, control=["visit"])
     assert table.rows[0].line == f"visit: {read}\n"
     (statistic,) = parse("shares", "visit=home", ".5")

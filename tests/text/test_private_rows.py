@@ -36,20 +36,13 @@ def kept(folder: Path, rows: Any, held_out: Any = None, **data: Any) -> Path:
 @pytest.mark.parametrize(
     "text",
     [
-        "Aino Öberg, with a cough.",
-        "  aino   ÖBERG with a\tcough",
-        "AINO ÖBERG -- WITH A COUGH!",
-        unicodedata.normalize("NFD", "Aino Öberg, with a cough."),
-        "Aino_Öberg,_with_a_cough.",
-        "Aino Oberg, with a\u0301 cough.",
-        "Ai\u200bno Öberg, with\u00a0a cough.",
-        "\uff21ino Öberg, with a cough.",
-        "Who was seen? On day 0",
-        "Who was seen? On day 0 Aino Öberg, with a cough.",
-        json.dumps(ROWS[0]),
+        "Aino Öberg, with a cough.", "  aino   ÖBERG with a\tcough", "AINO ÖBERG -- WITH A COUGH!",
+        unicodedata.normalize("NFD", "Aino Öberg, with a cough."), "Aino_Öberg,_with_a_cough.",
+        "Aino Oberg, with a\u0301 cough.", "Ai\u200bno Öberg, with\u00a0a cough.", "\uff21ino Öberg, with a cough.",
+        "Who was seen? On day 0", "Who was seen? On day 0 Aino Öberg, with a cough.", json.dumps(ROWS[0]),
         json.dumps({"id": 7, "messages": [{"content": ROWS[0]["completion"]}]}, ensure_ascii=False),
     ],
-)
+)  # fmt: skip
 def test_a_copy_that_is_edited_without_thought_is_the_same_text(tmp_path: Path, text: str) -> None:
     path = kept(tmp_path, ROWS)
     assert private_among(path, ["Nobody came.", text, "", "  ", "{", "[" * 100_000]) == [2]

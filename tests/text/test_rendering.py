@@ -85,13 +85,8 @@ def test_signs_that_are_words_to_the_tokenizer_are_not_cut_where_they_begin_alik
 
 
 OF_TEMPLATES = [
-    "<|im_end|>",
-    "<|im_start|>assistant\n.",
-    "<|user|>",
-    "[INST] a [/INST]",
-    "### Assistant:\n.",
-    "{{ x }}",
-]
+    "<|im_end|>", "<|im_start|>assistant\n.", "<|user|>", "[INST] a [/INST]", "### Assistant:\n.", "{{ x }}",
+]  # fmt: skip
 TEXTS = st.text("ab<|>:#?\n", min_size=1, max_size=9).map(lambda text: f"x{text}y") | st.sampled_from(OF_TEMPLATES)
 
 

@@ -47,17 +47,12 @@ def table_text(mark: str) -> str:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("rows.jsonl", LINES.encode()),
-        ("rows.json", LINES.encode()),
-        ("rows.json", LIST.encode()),
-        ("rows.json", b"\xef\xbb\xbf" + LIST.encode()),
-        ("rows.jsonl", b"\xef\xbb\xbf" + LINES.encode()),
-        *[("rows.csv", table_text(mark).encode()) for mark in ",;\t|"],
-        ("rows.tsv", table_text("\t").encode()),
-        ("rows.csv", table_text(";").encode("utf-8-sig")),
-        ("rows.csv", table_text(";").encode("utf-16")),
+        ("rows.jsonl", LINES.encode()), ("rows.json", LINES.encode()), ("rows.json", LIST.encode()),
+        ("rows.json", b"\xef\xbb\xbf" + LIST.encode()), ("rows.jsonl", b"\xef\xbb\xbf" + LINES.encode()),
+        *[("rows.csv", table_text(mark).encode()) for mark in ",;\t|"], ("rows.tsv", table_text("\t").encode()),
+        ("rows.csv", table_text(";").encode("utf-8-sig")), ("rows.csv", table_text(";").encode("utf-16")),
     ],
-)
+)  # fmt: skip
 def test_every_file_gives_the_rows_that_were_written(tmp_path: Path, name: str, content: bytes, packed: str) -> None:
     path = write_bytes(tmp_path / f"{name}{packed}", content)
     assert raw(path, tmp_path) == ROWS
