@@ -26,6 +26,7 @@ from dpllm.errors import ConfigError
 from dpllm.privacy import accounting, events
 
 RATE, STEPS, NOISE, DELTA, ALPHA = 0.05, 40, 0.7, 1e-5, 0.05
+CONSTANT, LINEAR = np.full(STEPS, 0.1), np.linspace(0.1, 0.0, STEPS)
 
 
 def run(seed, canaries=1000, *, noise=NOISE, rate=RATE, length=1.0, drift=0.0, again=False, rates=None):
@@ -113,9 +114,6 @@ def test_whoever_sees_the_steps_proves_something_and_never_more_than_the_mechani
     bounds = [examined(run(seed)).epsilon_lower_bound for seed in range(20)]
     assert np.mean(bounds) > 0.17 * epsilon
     assert max(bounds) <= epsilon
-
-
-CONSTANT, LINEAR = np.full(STEPS, 0.1), np.linspace(0.1, 0.0, STEPS)
 
 
 @pytest.mark.parametrize("rates", [CONSTANT, LINEAR], ids=["constant", "linear"])

@@ -24,6 +24,7 @@ SECRET = "Sigrid Forsberg owes 4711"
 COINS = {"coins": "independent"}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+CANARIES = [{"carrier": f"no. {n} is", "secret": f"{n:06d}", "inserted": n % 2 == 0} for n in range(60)]
 
 
 @pytest.fixture(scope="module")
@@ -226,9 +227,6 @@ def test_a_claim_is_an_epsilon_with_its_delta():
     for epsilon, delta in (*wrong, (1.0, None), (1.0, 1.0), (1.0, -0.1)):
         with pytest.raises(ConfigError, match="is not a claim"):
             outside_claim(epsilon, delta)
-
-
-CANARIES = [{"carrier": f"no. {n} is", "secret": f"{n:06d}", "inserted": n % 2 == 0} for n in range(60)]
 
 
 def test_a_claim_without_coins_is_refused(adapter, tmp_path):

@@ -12,6 +12,8 @@ from scipy import special, stats
 from dpllm.auditing import statistics
 
 SIGNIFICANCE = 1e-8
+scores = st.lists(st.integers(0, 8).map(float), min_size=2, max_size=25)
+RATES = [(97, 486, 0.01), (97, 603, 0.01), (97, 103, 0.01), (103, 97, 0.1), (486, 1514, 0.01), (97, 1514, 0.001)]
 
 
 @settings(deadline=None)
@@ -32,9 +34,6 @@ def test_rank_sum_looks_in_one_direction_and_survives_degenerate_scores():
     assert statistics.rank_sum_p_value(np.arange(50), np.arange(50) + 100.0) > 0.999
     assert statistics.rank_sum_p_value([1.0, 1.0], [1.0, 1.0]) == 1.0
     assert statistics.rank_sum_p_value([], [1.0]) is None
-
-
-scores = st.lists(st.integers(0, 8).map(float), min_size=2, max_size=25)
 
 
 @settings(deadline=None)
@@ -136,9 +135,6 @@ def test_tpr_counts_positives_above_all_but_one_percent_of_the_negatives():
     # Two negatives may pass (199 and 198), so the threshold is 197 and a positive there does not.
     positives = [196.0, 197.0, 197.5, 300.0]
     assert statistics.tpr_at_fpr(positives, negatives).value == 0.5
-
-
-RATES = [(97, 486, 0.01), (97, 603, 0.01), (97, 103, 0.01), (103, 97, 0.1), (486, 1514, 0.01), (97, 1514, 0.001)]
 
 
 @pytest.mark.parametrize(("positives", "negatives", "fpr"), RATES)

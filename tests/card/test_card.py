@@ -40,6 +40,8 @@ from dpllm.privacy.events import dp_sgd_event
 from dpllm.privacy.noise import noise_scale
 from dpllm.statement import formatting
 
+positive = st.floats(min_value=1e-6, max_value=1e6, allow_nan=False)
+
 
 def test_the_statement_carries_the_same_numbers_as_plan_and_record() -> None:
     text, block = render_card(config(), plan(), record(), audit())
@@ -58,9 +60,6 @@ def test_the_statement_carries_the_same_numbers_as_plan_and_record() -> None:
     assert matter["base_model"] == gpt2["name"]
     assert matter["library_name"] == "peft"
     assert matter["tags"] == ["differential-privacy", "dp-sgd", "dpllm", "lora", "clinical"]
-
-
-positive = st.floats(min_value=1e-6, max_value=1e6, allow_nan=False)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

@@ -12,6 +12,7 @@ from dpllm.privacy.events import Gaussian, SelfComposed
 
 RUN = ["--dataset-size", "5000", "--batch-size", "100", "--steps", "150", "--delta", "1e-5"]
 NOISE = ["--noise-multiplier", "0.8"]
+SIZES = {"--dataset-size": "9", "--batch-size": "1", "--steps": "1"}
 
 
 def ask(capsys: Any, *arguments: str) -> dict[str, Any]:
@@ -112,9 +113,6 @@ def test_what_has_no_finite_epsilon_is_still_answered(capsys: Any) -> None:
     assert "no guarantee" in answer["statement"]
     assert main(["epsilon", *RUN, "--noise-multiplier", "1e-5"]) == 0
     assert "infinite" in capsys.readouterr().out
-
-
-SIZES = {"--dataset-size": "9", "--batch-size": "1", "--steps": "1"}
 
 
 def sizes(**changes: str | None) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from dpllm.errors import Refused
 from dpllm.model.reading import Embedder, Reader
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+TEXTS = ["Anna has a red boat.", "seven plums", "Erik", "the old key and two letters " * 9, "", "   ", "two letters "]
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +104,6 @@ def embedder() -> Embedder:
     words = tiny.tokenizer()
     wide = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": len(words)}, num_key_value_heads=2)).eval()
     return Embedder(wide, words, 40)
-
-
-TEXTS = ["Anna has a red boat.", "seven plums", "Erik", "the old key and two letters " * 9, "", "   ", "two letters "]
 
 
 def test_a_text_has_the_mean_of_its_last_states_at_length_1(embedder: Embedder) -> None:

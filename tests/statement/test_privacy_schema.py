@@ -29,6 +29,8 @@ reference: Any = importlib.import_module("reference")
 DOCS = [ROOT / "docs" / "concepts" / "card.md", ROOT / "docs" / "howto" / "regulators.md"]
 PUBLISHED = sorted((ROOT / "model_cards").glob("*/export/privacy.json"))
 SCHEMA = privacy_record.schema()
+MAPS = {"files", "software", "hardware", "attacks", "exposure", "extraction", "groups", "weights", "accountants"}
+WRONG_EVENTS = ["gaussian", 1, [], {}, {"type": "free"}, {"type": "gaussian", "noise_multiplier": 0.0}]
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +74,6 @@ def test_every_published_statement_is_valid_and_written_back_byte_for_byte(path:
     statement = privacy_record.read(json.loads(text))
     assert card.dump_statement(statement.to_json()) == text
     Draft202012Validator(SCHEMA).validate(json.loads(text))
-
-
-MAPS = {"files", "software", "hardware", "attacks", "exposure", "extraction", "groups", "weights", "accountants"}
 
 
 def test_a_field_too_many_or_too_few_is_a_problem(block: Json) -> None:
@@ -143,9 +142,6 @@ def test_the_documentation_maps_items_to_fields_that_exist() -> None:
 def test_half_a_character_is_written_as_a_question_mark() -> None:
     assert Steps.pick({}, planned=1, taken=1) == Steps(planned=1, taken=1)
     assert privacy_record.BaseModelName.pick({}, name="caf\udce9", revision=None, covered=False).name == "caf?"
-
-
-WRONG_EVENTS = ["gaussian", 1, [], {}, {"type": "free"}, {"type": "gaussian", "noise_multiplier": 0.0}]
 
 
 @pytest.mark.parametrize("event", [*WRONG_EVENTS, None, {"type": "gaussian", "noise_multiplier": 1.0}])

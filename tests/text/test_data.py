@@ -30,6 +30,7 @@ TALKS = [
     for name, thing in zip(tiny.NAMES[:4], tiny.THINGS[:4], strict=True)
 ]
 ROWS = {"text": TEXT, "prompt_completion": PROMPTED, "messages": TALKS}
+FIELD_VALUES = {"text": "a", "prompt": "b", "completion": "c", "messages": TALKS[0]["messages"], "who": "d"}
 
 
 @pytest.mark.parametrize("fmt", ROWS)
@@ -74,9 +75,6 @@ def test_a_column_of_nulls_decides_no_format(tmp_path: Path, kind: str) -> None:
     for mixed, number in (([*rows, text], 6), ([text, *rows], 2)):
         with refused(f"row {number} reads as .*, but the rows before it read as"):
             load(write(path, mixed), tmp_path)
-
-
-FIELD_VALUES = {"text": "a", "prompt": "b", "completion": "c", "messages": TALKS[0]["messages"], "who": "d"}
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

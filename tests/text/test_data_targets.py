@@ -22,6 +22,8 @@ from dpllm.text import prompts, rendering
 from dpllm.text.builtin import NAMES
 from dpllm.text.tokens import encode, encode_units
 
+LONG = {"text": " ".join(tiny.sentence(number) for number in range(9))}
+
 
 def encoded(row: Json, fmt: str) -> TokenSequence:
     (sequence,) = encode(row, fmt, tokenizer(), tiny.reads(128, "truncate"))  # type: ignore[arg-type]
@@ -66,9 +68,6 @@ def test_nothing_to_predict_makes_no_sequence() -> None:
     user = {"messages": [{"role": "user", "content": "Hello?"}]}
     assert encode(user, "messages", tokenizer(), tiny.reads(16, "truncate")) == []
     assert encode_units([tiny.rows([user])], "messages", tokenizer(), section()) == [Unit(())]
-
-
-LONG = {"text": " ".join(tiny.sentence(number) for number in range(9))}
 
 
 def test_truncated_to_max_length() -> None:

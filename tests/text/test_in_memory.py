@@ -15,6 +15,7 @@ from dpllm.errors import DataError
 from dpllm.text.in_memory import write_rows
 
 ROWS = [{"text": f"Note {number}, café.", "who": f"p{number % 3}"} for number in range(5)]
+NAMED = [["7", "8"], ["7", None]]
 
 
 def written(rows: Any, tmp_path: Path, columns: tuple[str, ...] = ("who",)) -> list[Any]:
@@ -38,9 +39,6 @@ def test_the_name_of_rows_tells_nothing_of_them_and_a_run_that_goes_on_keeps_its
     for before in (calls[2], tmp_path / "gone.jsonl"):
         assert write_rows(ROWS, ("who",), tmp_path / "rows", "train", before) != before
     assert all(path.suffix != ".part" for path in (tmp_path / "rows").iterdir())
-
-
-NAMED = [["7", "8"], ["7", None]]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ CHATS = {"prompt": [*TALK, {"role": "user", "content": "And?"}], "completion": [
 AS_ALPACA = "read as Alpaca: instruction + input -> prompt, output -> completion"
 AS_SHAREGPT = "read as ShareGPT: system + conversations -> messages"
 PLAIN = {"prompt": "Who?", "completion": "Anna"}
+TURN = {"from": [SENTINEL], "value": SENTINEL}
 
 
 def learned_text(table: Table) -> list[str]:
@@ -87,9 +88,6 @@ def test_a_row_that_fits_two_formats_is_refused_unless_one_is_stated(tmp_path: P
     assert load_rows(tmp_path, row, format="prompt_completion").rows[0].parts["completion"] == "Hello Anna"
     with refused("row 1 has no .*messages"):
         load_rows(tmp_path, row, format="messages")
-
-
-TURN = {"from": [SENTINEL], "value": SENTINEL}
 
 
 @pytest.mark.parametrize(

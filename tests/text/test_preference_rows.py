@@ -32,6 +32,7 @@ LAYOUTS = {
 PROMPTED = {"prompt": "Who?", "chosen": ASKED + ANNA, "rejected": ASKED + BO}
 ULTRAFEEDBACK = {**PROMPTED, "prompt_id": "7", "messages": ASKED + ANNA, "score_chosen": 8.0, "score_rejected": 4.5}
 AS_MESSAGES = "read as preference as messages that begin with the prompt: prompt, chosen, rejected"
+TEMPLATE = "Q: {prompt}\nA: {completion}"
 
 
 @pytest.mark.parametrize(
@@ -115,9 +116,6 @@ def test_a_pair_without_a_preference_is_refused(tmp_path: Path, problem: str) ->
     row, named = BAD[problem]
     with refused(f"row 2 has .*{named}"):
         load_rows(tmp_path, CHATS if isinstance(row["prompt"], list) else PAIR, row, format="preference")
-
-
-TEMPLATE = "Q: {prompt}\nA: {completion}"
 
 
 def test_a_template_joins_prompts_and_answers_of_text_and_a_prompt_alone_reads_alike(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from dpllm.text.sources import _unambiguous, expand, is_here
 ROWS = [{"who": f"p{number}", "text": f"note {number}, with a comma; é"} for number in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 LIST = "\n \t" + json.dumps(ROWS, indent=2)
+PEOPLE = "who,text\n" + "".join(f"p{number},note {number}\n" for number in range(6))
 
 
 def raw(source: Any, folder: Path, split: str = "train", **values: Any) -> list[Any]:
@@ -126,9 +127,6 @@ def test_a_compressed_file_that_was_cut_short_is_refused(tmp_path: Path, name: s
         path.write_bytes(content)
         with refused(f"^{path}: cannot be read"):
             load(path, tmp_path)
-
-
-PEOPLE = "who,text\n" + "".join(f"p{number},note {number}\n" for number in range(6))
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,9 @@ TALKS = [
 ]
 ROWS = {"text": TEXTS, "prompt_completion": PROMPTED, "messages": TALKS}
 BY_UNIT = {"unit": "who", "max_examples_per_unit": 3}
+SEQUENCES = st.tuples(
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=20), st.integers(1, 9999)
+).map(lambda drawn: TokenSequence(tuple(i for i, _ in drawn[0]), tuple(m for _, m in drawn[0]), drawn[1]))
 
 
 def section(**values: Any) -> DataConfig:
@@ -118,11 +121,6 @@ def test_units_on_disk_are_those_of_memory(
         assert [units.sizes(index) for index in range(len(units))] == sizes
     ids = [token for unit in first[:] if unit for sequence in unit.sequences for token in sequence.input_ids]
     assert all(type(token) is int for token in ids)
-
-
-SEQUENCES = st.tuples(
-    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=20), st.integers(1, 9999)
-).map(lambda drawn: TokenSequence(tuple(i for i, _ in drawn[0]), tuple(m for _, m in drawn[0]), drawn[1]))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
