@@ -19,14 +19,11 @@ from dpllm.auditing.table import TokenTable, read_tokens, sum_up, write_tokens
 from dpllm.errors import ConfigError
 
 
-def test_attacks_have_a_fixed_direction():
+def test_attacks_have_a_fixed_direction_and_extraction_counts_each_side():
     rows = [row("a", tuned=-5.0, base=-9.0), row("b", tuned=-6.0, base=-6.0)]
     assert attacks.ATTACKS["ratio"](rows) == pytest.approx([4.0, 0.0])
     assert attacks.ATTACKS["loss"](rows) == pytest.approx([-5.0, -6.0])
     assert attacks.base_loss(rows) == pytest.approx([-9.0, -6.0])
-
-
-def test_extraction_counts_each_side_and_the_control():
     rows = [row("a", tuned_greedy=True, base_greedy=True), row("b", tuned_greedy=True), row("c")]
     rows += [row("d", inserted=False, tuned_greedy=True), row("e", inserted=False)]
     expected = {"inserted": 3, "tuned": 2, "base": 1, "held_out": 2, "held_out_tuned": 1}
@@ -51,14 +48,11 @@ def test_the_calibrated_score_takes_off_what_the_base_model_explains(left, seed)
     assert areas["calibrated"] > max(areas.values()) - 0.01
 
 
-def test_the_slope_does_not_know_the_coins(seed):
+def test_the_slope_does_not_know_the_coins_and_is_that_of_the_ratio_without_anything_to_fit(seed):
     rng = np.random.default_rng([seed, 21])
     rows = [row(f"c{i}", 1, bool(rng.random() < 0.5), rng.normal(), rng.normal()) for i in range(50)]
     turned = [replace(one, inserted=not one.inserted) for one in rows]
     assert attacks.slope(rows) == attacks.slope(turned)
-
-
-def test_without_anything_to_fit_the_slope_is_that_of_the_ratio():
     assert attacks.slope([]) == 1.0
     assert attacks.slope([row("a", base=-3.0), row("b", base=-3.0, tuned=-1.0)]) == 1.0
 

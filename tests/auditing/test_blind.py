@@ -100,12 +100,9 @@ def test_equal_texts_say_nothing_and_perfect_separation_says_so():
     assert turned.value == 1.0
 
 
-def test_few_texts_give_no_answer():
+def test_the_same_texts_give_the_same_answer_and_few_give_none(seed):
     assert blind(["a"] * (FEWEST_TEXTS - 1), ["b"] * 100) is None
     assert blind(["a"] * 100, ["b"] * (FEWEST_TEXTS - 1)) is None
     assert blind(["a"] * FEWEST_TEXTS, ["b"] * FEWEST_TEXTS).above_half
-
-
-def test_the_same_texts_give_the_same_answer(seed):
     everything = texts(np.random.default_rng(seed), 120)
     assert blind(everything[:60], everything[60:]) == blind(everything[:60], everything[60:])

@@ -95,16 +95,13 @@ def test_counts_stand_beside_their_controls():
     assert extraction["8"]["all_tokens"]["median_attempts"] == {"inserted": 1, "base": 2, "held_out": 693}
 
 
-def test_what_can_never_be_drawn_is_counted_and_is_no_infinity():
+def test_what_can_never_be_drawn_and_a_side_without_canaries_are_counted():
     table = make_table(*zip(*SECRETS, strict=True), tuned_top_k_log_prob=[[-np.inf, 0.0]] * 5)
     extraction = sampled_extraction(table)
     assert extraction["1"]["top_k"]["never"] == {"inserted": 2, "base": 0, "held_out": 2}
     assert extraction["1"]["top_k"]["median_attempts"]["inserted"] is None
     assert extraction["1"]["top_k"]["discoverable"]["0.1"]["10000"]["inserted"] == 0
     assert json.loads(json.dumps(extraction, allow_nan=False)) == extraction
-
-
-def test_a_side_without_canaries_is_counted_as_empty():
     result = sampled_extraction(make_table(*zip(*SECRETS[:2], strict=True)))["1"]
     assert result["canaries"]["held_out"] == 0
     assert result["all_tokens"]["median_attempts"]["held_out"] is None

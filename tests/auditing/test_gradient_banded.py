@@ -68,12 +68,9 @@ def test_the_score_is_the_likelihood_ratio_of_each_turn() -> None:
     assert table.score_M[0] == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_step_that_was_not_seen_hides_the_rest_of_its_attempt_only() -> None:
+def test_noise_too_small_and_draws_too_many_are_refuted_and_unseen_steps_hide_their_attempt_only() -> None:
+    assert sum(examined(run(seed, noise=0.8 * NOISE)).noise_refuted for seed in range(10)) >= 9
+    assert sum(examined(run(seed, often=2.0)).drawn_refuted for seed in range(10)) >= 9
     assert run(3, 10, missing=(10,)).steps == 10 + STEPS - 25
     assert run(3, 10, missing=(30,)).steps == 30
     assert run(3, 10, missing=(0, 25)).steps == 0
-
-
-def test_noise_that_is_too_small_and_draws_that_are_too_many_are_refuted() -> None:
-    assert sum(examined(run(seed, noise=0.8 * NOISE)).noise_refuted for seed in range(10)) >= 9
-    assert sum(examined(run(seed, often=2.0)).drawn_refuted for seed in range(10)) >= 9

@@ -163,15 +163,12 @@ def test_an_adapter_with_tensors_too_few_or_too_many_is_refused(adapter, tmp_pat
         assert "does not match the base model" in refusal(path, None)
 
 
-def test_damaged_weights_are_refused(adapter, tmp_path):
+def test_damaged_older_or_missing_weights_are_refused(adapter, tmp_path):
     path = copy(adapter, tmp_path / "damaged")
     (path / "adapter_model.safetensors").write_bytes(b"no tensors")
     assert "does not match the base model" in refusal(path, None)
     (path / "adapter_model.safetensors").unlink()
     assert "holds no adapter_model.safetensors" in refusal(path, None)
-
-
-def test_weights_of_the_older_kind_are_not_read(adapter, tmp_path):
     path = copy(adapter, tmp_path / "older")
     torch.save(load_file(path / "adapter_model.safetensors"), path / "adapter_model.bin")
     (path / "adapter_model.safetensors").unlink()
@@ -229,20 +226,14 @@ def test_a_claim_is_an_epsilon_with_its_delta():
             outside_claim(epsilon, delta)
 
 
-def test_a_claim_without_coins_is_refused(adapter, tmp_path):
+def test_canaries_that_cannot_be_scored_are_refused_without_their_text(adapter, tmp_path):
     with pytest.raises(ConfigError, match="a claim cannot be tested"):
         audit_outside(adapter, tiny.write_rows(tmp_path / "m.jsonl", [*CANARIES]), claim=outside_claim(1.0, 1e-5))
-
-
-def test_canaries_that_the_model_cannot_read_are_refused_without_their_text(adapter, tmp_path):
     long = {"carrier": f"{SECRET} " * 40, "secret": "99", "inserted": True}
     path = tiny.write_rows(tmp_path / "m.jsonl", [COINS, *CANARIES, long])
     with pytest.raises(ConfigError, match="canary c00060") as caught:
         audit_outside(adapter, path)
     assert "Sigrid" not in str(caught.value)
-
-
-def test_a_secret_in_a_prompt_is_refused_in_a_format_that_has_none(adapter, tmp_path):
     plan = plan_canaries(CanaryConfig(groups={1: 4}, references=100, place="prompt"), generator=random.Random(2))
     save(plan, tmp_path / "canaries.json")
     with pytest.raises(ConfigError, match="in format text its secret has no place"):

@@ -29,11 +29,13 @@ def test_exposure_of_nothing_learned_has_the_stated_mean():
     assert statistics.exposure_null_mean(10**7) == pytest.approx(1 / math.log(2), abs=1e-5)
 
 
-def test_rank_sum_looks_in_one_direction_and_survives_degenerate_scores():
+def test_rank_sum_looks_in_one_direction_and_one_side_alone_states_nothing():
     assert statistics.rank_sum_p_value(np.arange(50) + 100.0, np.arange(50)) < 1e-9
     assert statistics.rank_sum_p_value(np.arange(50), np.arange(50) + 100.0) > 0.999
     assert statistics.rank_sum_p_value([1.0, 1.0], [1.0, 1.0]) == 1.0
     assert statistics.rank_sum_p_value([], [1.0]) is None
+    assert statistics.auc([], [1.0]) is None
+    assert statistics.auc([1.0], []) is None
 
 
 @settings(deadline=None)
@@ -125,11 +127,6 @@ def test_no_variance_in_the_sample_gives_a_wide_interval(positives, negatives):
     assert area.high - area.low > 0.5
 
 
-def test_auc_of_one_side_alone_is_not_stated():
-    assert statistics.auc([], [1.0]) is None
-    assert statistics.auc([1.0], []) is None
-
-
 def test_tpr_counts_positives_above_all_but_one_percent_of_the_negatives():
     negatives = np.arange(200.0)
     # Two negatives may pass (199 and 198), so the threshold is 197 and a positive there does not.
@@ -184,11 +181,17 @@ def test_tpr_intervals_are_not_useless(positives, negatives, seed):
     assert np.ptp(intervals, axis=1).mean() < 1.75 * 2 * stats.norm.ppf(0.975) * error
 
 
-def test_few_negatives_bound_a_tpr_from_above_only():
-    """Of 103 scores one in three times none lies above the true threshold at 1 %, so it may be higher than all of them."""
+def test_few_negatives_state_no_tpr_or_bound_it_from_above_only():
+    # Of 103 scores one in three times none lies above the true threshold at 1 %, so it may be higher than all of them.
     rate = statistics.tpr_at_fpr(np.full(97, 1e6), np.arange(103.0))
     assert (rate.low, rate.value, rate.high) == (0.0, 1.0, 1.0)
     assert statistics.tpr_at_fpr(np.full(97, 1e6), np.arange(603.0)).low > 0.9
+    scores = np.arange(1000.0)
+    assert statistics.tpr_at_fpr([1e6], scores[1:], 0.001) is None
+    assert statistics.tpr_at_fpr([998.5, 998.0, 999.5], scores, 0.001).value == pytest.approx(2 / 3)
+    assert statistics.tpr_at_fpr([1.0], np.zeros(99)) is None
+    assert statistics.tpr_at_fpr([], np.zeros(500)) is None
+    assert statistics.tpr_at_fpr([1.0], np.zeros(100)).value == 1.0
 
 
 @settings(deadline=None)
@@ -210,12 +213,3 @@ def test_no_more_than_one_percent_of_the_negatives_pass(count, spread):
     negatives = np.random.default_rng(count).integers(0, 10 * spread + 1, size=count).astype(float)
     rate = statistics.tpr_at_fpr(negatives, negatives)
     assert rate.value <= 0.01 + 1e-12
-
-
-def test_tpr_is_not_stated_from_too_few_negatives():
-    scores = np.arange(1000.0)
-    assert statistics.tpr_at_fpr([1e6], scores[1:], 0.001) is None
-    assert statistics.tpr_at_fpr([998.5, 998.0, 999.5], scores, 0.001).value == pytest.approx(2 / 3)
-    assert statistics.tpr_at_fpr([1.0], np.zeros(99)) is None
-    assert statistics.tpr_at_fpr([], np.zeros(500)) is None
-    assert statistics.tpr_at_fpr([1.0], np.zeros(100)).value == 1.0

@@ -125,12 +125,15 @@ def words_of(**changes: object) -> str:
     return " ".join(render_card(config(), plan(**changes), record(), None)[0].split())
 
 
-def test_the_limits_of_the_whole_profile_and_other_deltas_are_stated_rounded_up() -> None:
+def test_limits_and_other_deltas_are_stated_rounded_up_and_a_missing_second_accountant_is_said() -> None:
     card = words_of(limits=LIMITS, curve=CURVE)
     assert "that of μ = 0.9333" in card
     assert "| ε at other δ | 2.316 at 0.0001, 2.964 at 1e-05, not certified at 1e-30 |" in card
     assert "μ" not in words_of(limits={**LIMITS, "gdp_mu": None})
     assert "at other δ" not in words_of(curve=[])
+    card = words_of(cross_check=None)
+    assert "| Second accountant | none supports this event |" in card
+    assert "none supports" not in words_of()
 
 
 def test_the_one_membership_limit_is_the_tightest_that_is_known() -> None:
@@ -139,12 +142,6 @@ def test_the_one_membership_limit_is_the_tightest_that_is_known() -> None:
     said = re.findall(r"at most ([\d.]+%)", card)
     assert said == ["3.7%", "3.7%", "0.7%"]  # the first screen; the figure in words, at 1% and 0.1%
     assert "3.7%" not in words_of()
-
-
-def test_a_card_without_a_second_accountant_says_so() -> None:
-    card = words_of(cross_check=None)
-    assert "| Second accountant | none supports this event |" in card
-    assert "none supports" not in words_of()
 
 
 def test_baseline_says_so_first_and_gives_no_audit_numbers(tmp_path: Path) -> None:
@@ -175,9 +172,12 @@ def test_broken_assumption_is_the_first_line_and_epsilon_is_no_guarantee() -> No
     assert str(SECRET_SEED) not in text  # who knows it can take the noise off
 
 
-def test_tags_of_the_recipe_cannot_claim_what_the_run_lacks() -> None:
+def test_a_run_that_promises_nothing_claims_no_tags_and_no_secret_generator() -> None:
     recipe = config(card={"tags": ["differential-privacy", "clinical"]})
     assert front_matter(render_card(recipe, plan(), broken(), None)[0])["tags"] == ["dpllm", "lora", "clinical"]
+    recipe = config(privacy={"secure_noise": True, "insecure_seed": SECRET_SEED})
+    text, _ = render_card(recipe, plan(), broken(), None)
+    assert "keyed by the operating system" not in text
 
 
 def test_a_lower_bound_above_the_claim_takes_the_guarantee_away() -> None:
@@ -305,12 +305,6 @@ def test_the_card_says_what_noise_on_a_lattice_was_added() -> None:
     assert block["randomness"]["lattice"] == lattice
     assert "rounded to one lattice" in text
     assert "over 1,000,000 coordinates" in text
-
-
-def test_a_seeded_run_names_no_generator_as_secret() -> None:
-    recipe = config(privacy={"secure_noise": True, "insecure_seed": SECRET_SEED})
-    text, _ = render_card(recipe, plan(), broken(), None)
-    assert "keyed by the operating system" not in text
 
 
 def test_tables_of_the_card_are_whole() -> None:

@@ -35,11 +35,15 @@ def test_limit_of_repeated_canaries_is_that_of_the_group() -> None:
     assert "All copies of a canary belong to one unit" in render_card(config(), plan(), record(), audit())[0]
 
 
-def test_limits_stand_beside_attacks_only_where_epsilon_is_guaranteed() -> None:
+def test_an_audit_that_refutes_has_no_limits_and_one_without_canaries_planted_once_has_a_card() -> None:
     refuted = audit(verdict="falsified", verdict_reason="The lower bound 4 exceeds the claim.")
     text, block = render_card(config(), plan(), record(), refuted)
     assert not block["guarantee"]
     assert "| ratio | 1 | 0.53 (0.45 to 0.61) | no limit |" in text
+    bound = {**audit()["epsilon_lower_bound"], "value": 0.0, "best_guesses": None, "correct": None, "num_canaries": 0}
+    text, block = render_card(config(), plan(), record(), audit(epsilon_lower_bound=bound))
+    assert block["guarantee"]
+    assert "No canary of text was planted" in text
 
 
 @pytest.mark.parametrize(
@@ -58,10 +62,3 @@ def test_limits_stand_beside_attacks_only_where_epsilon_is_guaranteed() -> None:
 def test_audit_of_other_weights_or_canaries_is_refused(changes: Json) -> None:
     with pytest.raises(ConfigError, match="dpllm audit again"):
         render_card(config(), plan(), record(), audit(**changes))
-
-
-def test_an_audit_without_canaries_planted_once_has_a_card() -> None:
-    bound = {**audit()["epsilon_lower_bound"], "value": 0.0, "best_guesses": None, "correct": None, "num_canaries": 0}
-    text, block = render_card(config(), plan(), record(), audit(epsilon_lower_bound=bound))
-    assert block["guarantee"]
-    assert "No canary of text was planted" in text

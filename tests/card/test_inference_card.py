@@ -56,13 +56,10 @@ def test_epsilon_is_of_texts_and_statistics_together_everywhere(folder: Path) ->
     assert min(shown) >= smallest
 
 
-def test_without_statistics_epsilon_is_that_of_the_texts(tmp_path: Path) -> None:
+def test_epsilon_is_that_of_the_texts_without_statistics_and_none_without_a_total(tmp_path: Path) -> None:
     record = inferred(**ALONE)
     assert inference.epsilon(record) == record.epsilon == epsilon(EVENT, 1e-5, "zero_out")
     assert "statistics" not in page(write_texts(tmp_path / "a", record)).split("## What is covered")[0]
-
-
-def test_statistics_without_a_total_have_no_epsilon() -> None:
     without_total = inferred().statistics.model_copy(update={"with_run": None})
     with pytest.raises(NotAStatement, match="with_run"):
         inference.epsilon(inferred().model_copy(update={"statistics": without_total}))
@@ -87,9 +84,12 @@ def test_the_first_screen_of_ten_lines_says_where_the_records_were_and_the_page_
     assert "nothing but these rows was kept" in text
 
 
-def test_the_exact_range_of_a_draw_is_no_float() -> None:
+def test_a_record_takes_events_and_json_alike_and_an_exact_range() -> None:
     record = inferred(clip=0.1, temperature=0.7, batch_size=3, **ALONE)
     assert inference.eta(record) * 3 * inference.Fraction(0.7) == 2 * inference.Fraction(0.1)
+    assert inferred(event=EVENT) == inferred(event=EVENT.to_json())
+    assert isinstance(inferred().event, BoundedRange)
+    assert inferred().accountant.name == ACCOUNTANT
 
 
 HOSTILE = [
@@ -153,12 +153,6 @@ def test_a_record_is_closed(folder: Path, change: dict[str, object]) -> None:
     assert Inference.checked(stated(folder)).to_json() == stated(folder)
     with pytest.raises(NotAStatement):
         Inference.checked({**stated(folder), **change})
-
-
-def test_a_record_takes_events_and_json_alike() -> None:
-    assert inferred(event=EVENT) == inferred(event=EVENT.to_json())
-    assert isinstance(inferred().event, BoundedRange)
-    assert inferred().accountant.name == ACCOUNTANT
 
 
 def test_the_marked_part_is_as_it_was_and_quotes_no_row(folder: Path) -> None:

@@ -60,10 +60,13 @@ def test_a_key_that_is_given_stands_in_the_statement_and_on_the_card_and_no_othe
     assert SAID[key].split()[0] in section
 
 
-def test_without_a_guarantee_the_planned_epsilon_is_explained_and_nothing_else() -> None:
+def test_a_run_without_a_guarantee_is_no_deployment_and_explains_the_planned_epsilon_alone() -> None:
     recipe = with_deployment({"epsilon_rationale": "because"})
     assert "| Why this ε | because |" in render_card(recipe, plan(), record(), None)[0]
     assert "| Why the planned ε | because |" in render_card(recipe, plan(), broken(), None)[0]
+    block = render_card(config(), plan(), broken(), None)[1]
+    with pytest.raises(ConfigError, match="gives no differential privacy guarantee"):
+        registry.entry(privacy_record.read(block), config())
 
 
 @pytest.mark.parametrize("value", ["soon", "2027-02-30", "2027-6-30", "", " ", 3, True])
@@ -130,12 +133,6 @@ def test_without_a_key_an_entry_says_that_it_is_not_stated(key: str) -> None:
 def reworded(leaf: Any, old: str, new: str) -> str:
     text = leaf[0] if isinstance(leaf, list) else str(leaf)
     return re.sub("[0-9a-f]{64}", "HASH", text.replace(old, new))
-
-
-def test_a_run_without_a_guarantee_is_no_deployment_of_one() -> None:
-    block = render_card(config(), plan(), broken(), None)[1]
-    with pytest.raises(ConfigError, match="gives no differential privacy guarantee"):
-        registry.entry(privacy_record.read(block), config())
 
 
 def test_no_word_of_dpllm_calls_anything_anonymous() -> None:

@@ -63,10 +63,12 @@ def test_only_the_noise_of_a_missing_kernel_is_silenced(caplog: pytest.LogCaptur
     assert caplog.messages == ["something that matters"]
 
 
-def test_keys_lists_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_prints_the_help_and_keys_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("plan", "train"):
         assert main([command, "--keys"]) == 0
         assert "--privacy.epsilon (default 8.0)" in capsys.readouterr().out
+    assert main([]) == 0
+    assert "usage: dpllm" in capsys.readouterr().out
 
 
 def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,11 +188,6 @@ def test_every_kind_of_error_has_its_code(
     monkeypatch.setattr("dpllm.cli._env", fail)
     assert main(["env"]) == code
     assert capsys.readouterr().err == "dpllm env: what, why, and what to type\n"
-
-
-def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    assert "usage: dpllm" in capsys.readouterr().out
 
 
 # What prints a sentence or a path, or has a format of its own.

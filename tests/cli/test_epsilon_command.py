@@ -76,14 +76,11 @@ def test_delta_is_automatic(capsys: Any) -> None:
     assert len(ask(capsys, *numbers, "--delta", "2e-5")["curve"]) == 6
 
 
-def test_groups(capsys: Any) -> None:
+def test_groups_and_prv_if_asked(capsys: Any) -> None:
     group = ask(capsys, *RUN, "--noise-multiplier", "2", "--group-size", "3")
     assert group["epsilon"] == epsilon(dp_sgd_event(0.02, 2.0, 150, 3), 1e-5, "zero_out")
     assert group["one_unit"] == epsilon(dp_sgd_event(0.02, 2.0, 150), 1e-5, "zero_out") < group["epsilon"]
     assert group["accountants"].keys() == {"pld"}
-
-
-def test_prv_stands_beside_the_others_if_asked(capsys: Any) -> None:
     assert ask(capsys, *RUN, *NOISE, "--accountant", "prv")["accountants"]["prv"] == pytest.approx(2.9736, abs=2e-3)
 
 

@@ -87,12 +87,20 @@ def test_any_number_of_processes_is_one_run_with_one_reservation(ended: Path) ->
     assert plans[0] == plans[1] == plans[2]
 
 
-def test_any_number_of_processes_trains_the_same_adapter(ended: Path) -> None:
-    """Same secret draws, fixed for this test: the same batches and the same noise at the same places."""
+def test_any_number_of_processes_trains_the_same_adapter_which_loads_in_one(ended: Path) -> None:
+    # Same secret draws, fixed for this test: the same batches and the same noise at the same places.
     one, two, three = (load_file(ended / name / "run" / "export" / "adapter_model.safetensors") for name in COMPLETE)
     for name, tensor in one.items():
         for other in (two, three):  # AdamW divides by the size of small gradients, so rounding grows
             assert float((other[name] - tensor).norm()) <= 2e-3 * float(tensor.norm()), name
+    import torch
+
+    run = ended / "seeded_2" / "run"
+    models = loading.load_for_scoring(load_config(run / "config.yaml"), run / "export", torch.device("cpu"))
+    saved = load_file(run / "export" / "adapter_model.safetensors")
+    held = {name.replace(".default", ""): p for name, p in models.tuned.named_parameters() if "lora_" in name}
+    assert held.keys() == saved.keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in saved.items())
 
 
 def test_diagnostics_count_all_processes(ended: Path) -> None:
@@ -104,17 +112,6 @@ def test_diagnostics_count_all_processes(ended: Path) -> None:
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-3) == pytest.approx(three["loss"], rel=1e-3)
         for number, *others in zip(*(row["clipped_by_layer"] for row in (one, two, three)), strict=True):
             assert max(abs(number - other) for other in others) <= 1  # of a norm that is just about the bound
-
-
-def test_the_adapter_of_two_processes_loads_in_one(ended: Path) -> None:
-    import torch
-
-    run = ended / "seeded_2" / "run"
-    models = loading.load_for_scoring(load_config(run / "config.yaml"), run / "export", torch.device("cpu"))
-    saved = load_file(run / "export" / "adapter_model.safetensors")
-    held = {name.replace(".default", ""): p for name, p in models.tuned.named_parameters() if "lora_" in name}
-    assert held.keys() == saved.keys()
-    assert all(torch.equal(held[name], tensor) for name, tensor in saved.items())
 
 
 def test_a_stop_signal_to_one_process_stops_all_after_the_same_step_and_three_go_on(ended: Path) -> None:

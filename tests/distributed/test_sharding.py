@@ -56,7 +56,9 @@ def close(one: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-6) -> bo
     return float((one - other).norm()) <= tolerance * float(other.norm())
 
 
-def test_each_rank_holds_half_of_the_blocks(results: tuple[Results, Results, Results]) -> None:
+def test_each_rank_holds_half_of_the_blocks_and_what_trains_whole_and_weights_keep_their_type(
+    results: tuple[Results, Results, Results],
+) -> None:
     first, second, alone = results
     assert first["sharded"]
     assert not alone["sharded"]
@@ -66,6 +68,10 @@ def test_each_rank_holds_half_of_the_blocks(results: tuple[Results, Results, Res
         assert all(name in rank["cut"] for name in alone["frozen_in_blocks"])
         assert rank["here"] == pytest.approx(rank["all"] / 2, rel=0.02)
     assert first["here"] + second["here"] == first["all"]
+    first, _, alone = results
+    assert first["trains"] == alone["trains"]
+    assert first["trains_in"] == alone["trains_in"] == ["torch.float32"]
+    assert first["dtypes"] == alone["frozen_types"]
 
 
 def test_untied_ends_are_cut_and_tied_ones_stay_whole(runs: tuple[Results, Results, Results]) -> None:
@@ -78,18 +84,15 @@ def test_untied_ends_are_cut_and_tied_ones_stay_whole(runs: tuple[Results, Resul
     assert ends["copied"] == []
 
 
-def test_what_trains_is_whole_and_frozen_weights_keep_their_type(results: tuple[Results, Results, Results]) -> None:
-    first, _, alone = results
-    assert first["trains"] == alone["trains"]
-    assert first["trains_in"] == alone["trains_in"] == ["torch.float32"]
-    assert first["dtypes"] == alone["frozen_types"]
-
-
-def test_losses_are_those_of_a_whole_model(results: tuple[Results, Results, Results]) -> None:
+def test_losses_are_those_of_a_whole_model_and_a_rank_without_rows_adds_nothing(
+    results: tuple[Results, Results, Results],
+) -> None:
     first, second, alone = results
     for step in STEPS:
         both = torch.cat([first[f"losses{step}"], second[f"losses{step}"]])
         torch.testing.assert_close(both[: len(alone[f"losses{step}"])], alone[f"losses{step}"], rtol=1e-6, atol=0.0)
+    assert [[rank[f"units{step}"] for rank in results] for step in STEPS] == [[4, 3, 7], [2, 0, 2]]
+    assert not results[1]["sum1"].any()
 
 
 @pytest.mark.parametrize("name", ["sum0", "sum1", "unclipped", "again"])
@@ -98,11 +101,6 @@ def test_sums_add_up_also_without_privacy_and_after_a_pass_that_failed(
 ) -> None:
     first, second, alone = results
     assert close(first[name] + second[name], alone[name])
-
-
-def test_a_rank_without_rows_takes_part_and_adds_nothing(results: tuple[Results, Results, Results]) -> None:
-    assert [[rank[f"units{step}"] for rank in results] for step in STEPS] == [[4, 3, 7], [2, 0, 2]]
-    assert not results[1]["sum1"].any()
 
 
 @pytest.mark.parametrize("name", ["released0", "released1", "weights"])

@@ -35,15 +35,14 @@ def lora(**sections: Any) -> RunConfig:
     return tm.recipe(**{"adapter": tm.LORA, **sections})
 
 
-def test_the_launch_file_asks_for_what_is_held_by_several_processes(launched: pytest.MonkeyPatch) -> None:
+def test_nothing_is_sharded_unless_several_processes_are_asked_to(
+    launched: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert sharding.requested()
     sharding.check(lora())
     launched.setattr(processes, "several", lambda: False)
     with pytest.raises(ConfigError, match="one process"):
         sharding.check(lora())
-
-
-def test_nothing_is_sharded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
     assert not sharding.requested()
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")

@@ -195,9 +195,14 @@ def test_processes_compare_a_frozen_factor_too(bases: dict[str, Path], monkeypat
     assert results[0] == results[1] != results[2]  # B starts at zero: only the frozen factor differs
 
 
-def test_on_an_embedding_whose_first_factor_starts_at_zero_it_is_not_frozen(bases: dict[str, Path]) -> None:
+def test_heads_and_embeddings_that_cannot_train_as_asked_say_so(
+    bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="Remove the embedding"):
         loading.build(recipe(bases["llama"], {**ADAPTERS["embedding"], "lora_a": "frozen"}), CPU)
+    monkeypatch.setattr("transformers.LlamaForCausalLM.get_output_embeddings", lambda self: None)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no output head.*adapter\.lm_head: false"):
+        loading.build(recipe(bases["llama"], {"method": "frozen", "lm_head": True}), CPU)
 
 
 @pytest.mark.parametrize(
@@ -250,12 +255,6 @@ def test_a_tied_head_trains_as_the_one_weight_that_it_is(tmp_path: Path, bases: 
     tied = tiny.save_model(tmp_path / "tied", tie_word_embeddings=True)
     assert trainable(loading.build(recipe(tied, adapter), CPU)) == {"model.embed_tokens.weight"}
     assert trainable(loading.build(recipe(bases["llama"], adapter), CPU)) == {"lm_head.weight"}
-
-
-def test_a_model_without_a_head_says_so(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.LlamaForCausalLM.get_output_embeddings", lambda self: None)
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no output head.*adapter\.lm_head: false"):
-        loading.build(recipe(bases["llama"], {"method": "frozen", "lm_head": True}), CPU)
 
 
 @pytest.mark.parametrize(

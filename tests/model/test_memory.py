@@ -131,12 +131,17 @@ def test_passes_that_need_more_than_nine_tenths_of_free_memory_are_halved(monkey
     assert Fake(monkeypatch, free=100 * GB, token=1, fails_at=300).fit(recipe()) == 256  # of a fragmented device
 
 
-def test_a_pass_that_fits_is_tried_once_and_only_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fits_is_tried_once_and_ranks_agree_on_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Fake(monkeypatch, free=100 * GB, token=1)
     assert fake.fit(recipe()) == fake.fit(recipe(1024)) == 1024
     assert fake.tokens == [1024, 1024]
     assert fake.fit(recipe(), CPU) == 1024
     assert fake.tokens == [1024, 1024]  # on a CPU, a process that tries would be killed
+    # Another rank needs more: both measure passes of the same sizes, and find the same.
+    here = Fake(monkeypatch, free=100 * GB, token=GB // 12)
+    assert here.fit(recipe()) == 1024
+    monkeypatch.setattr(processes, "least", lambda value: min(value, 3 * value))  # the other needs three times as much
+    assert here.fit(recipe()) == 256
 
 
 def test_rehearsals_are_as_long_as_a_row_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,14 +201,6 @@ def test_what_does_not_fit_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> 
     base = {"gradient_checkpointing": True, "quantization": "4bit"}
     with pytest.raises(ConfigError, match=r"Set data\.max_length below 16\."):
         Fake(monkeypatch, free=2 * GB, token=GB).fit(recipe(model=base))
-
-
-def test_ranks_agree_on_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank needs more: both measure passes of the same sizes, and find the same."""
-    here = Fake(monkeypatch, free=100 * GB, token=GB // 12)
-    assert here.fit(recipe()) == 1024
-    monkeypatch.setattr(processes, "least", lambda value: min(value, 3 * value))  # the other needs three times as much
-    assert here.fit(recipe()) == 256
 
 
 @pytest.mark.parametrize(

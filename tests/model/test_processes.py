@@ -45,9 +45,6 @@ def test_one_process_shares_compares_and_adds_nothing() -> None:
     assert processes.least(7) == 7
     processes.check_equal({"a": 1})
     processes.check_same_weights([torch.ones(2)], 1)
-
-
-def test_a_salted_hash_tells_nobody_twice() -> None:
     assert processes.salted("Sigrid owes 4711") != processes.salted("Sigrid owes 4711")
 
 

@@ -188,12 +188,11 @@ def test_packed_weights_cannot_train_whole(folder: Path) -> None:
         adapters.attach(loading.load_base(recipe(folder).model, CPU), tm.recipe(adapter=tm.FROZEN))
 
 
-def test_a_recipe_that_would_train_packed_weights_is_wrong() -> None:
+def test_recipes_and_machines_that_cannot_hold_packed_weights_say_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match=r"set model\.quantization: null, or adapter\.method: lora"):
         tm.recipe(model={"name_or_path": "a", "quantization": "4bit"}, adapter=tm.FROZEN)
-
-
-def test_without_the_library_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=re.escape("Type: pip install bitsandbytes")):
         loading.load_base(recipe(folder).model, CPU)

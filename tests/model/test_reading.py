@@ -69,12 +69,14 @@ def test_where_company_changes_bits_each_row_is_read_alone(model: Any) -> None:
     assert reader.read([[2, 3], [5, 6, 7]])[0].tobytes() == first
 
 
-def test_experts_are_read_alone(model: Any) -> None:
-    """Their rounding follows routing, which a few synthetic rows do not show."""
+def test_experts_are_read_alone_and_a_model_without_a_cache_is_refused(model: Any) -> None:
+    # Their rounding follows routing, which a few synthetic rows do not show.
     reader = Reader(model, 4, [1], 4)
     reader._model = nn.ModuleDict({"experts": nn.Linear(2, 2)})
     assert reader.lower_in_company(50)
     assert reader.height == 1
+    with pytest.raises(Refused, match="past_key_values"):
+        Reader(nn.Linear(2, 2), 4, [1], 2)
 
 
 def test_the_mask_is_never_all_ones(model: Any) -> None:
@@ -91,11 +93,6 @@ def test_the_mask_is_never_all_ones(model: Any) -> None:
         handle.remove()
     assert [mask.shape for mask in seen] == [(2, 5), (2, 6)]
     assert not any(mask.all() for mask in seen)
-
-
-def test_a_model_without_a_cache_is_refused() -> None:
-    with pytest.raises(Refused, match="past_key_values"):
-        Reader(nn.Linear(2, 2), 4, [1], 2)
 
 
 @pytest.fixture(scope="module")

@@ -115,13 +115,10 @@ def test_contradictions_say_what_to_type(tmp_path: Path, changes: Json, advice: 
     assert advice in problem(tmp_path, put(raw(), changes))
 
 
-def test_every_problem_has_a_line(tmp_path: Path) -> None:
+def test_every_problem_has_a_line_and_a_missing_section_is_named(tmp_path: Path) -> None:
     first, second = problem(tmp_path, put(raw(), {"privacy.epsilon": -1, "train.batchsize": 3})).splitlines()
     assert first.startswith("privacy.epsilon: ")
     assert second == "train.batchsize: unknown key; did you mean batch_size?"
-
-
-def test_missing_section_is_named(tmp_path: Path) -> None:
     value = raw()
     del value["data"]
     assert problem(tmp_path, value) == "data: required, and missing"

@@ -63,10 +63,12 @@ def test_the_page_has_the_line_of_the_head(path: Path) -> None:
     assert row.endswith(f"| {needs} |")
 
 
-def test_every_recipe_is_planned() -> None:
+def test_every_recipe_is_planned_and_no_shape_is_left_over() -> None:
     recipes = {path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "accelerate"}
     assert {label(path) for path in recipes - set(GALLERY)} == BEFORE
     assert len(GALLERY) >= 16
+    shapes = {path.parent.name for path in (ROOT / "recipes" / "configs").glob("*/config.json")}
+    assert shapes == PUBLISHED.keys() == {heads.shape_of(path).name for path in GALLERY}
 
 
 def test_the_anchor_follows_the_published_protocol() -> None:
@@ -85,11 +87,6 @@ def test_a_shape_is_that_of_the_published_model(name: str) -> None:
     with torch.device("meta"):
         net: Any = transformers.AutoModelForCausalLM.from_config(shape)
     assert sum(parameter.numel() for parameter in net.parameters()) == PUBLISHED[name]
-
-
-def test_no_shape_is_left_over() -> None:
-    shapes = {path.parent.name for path in (ROOT / "recipes" / "configs").glob("*/config.json")}
-    assert shapes == PUBLISHED.keys() == {heads.shape_of(path).name for path in GALLERY}
 
 
 @pytest.mark.parametrize("path", GALLERY, ids=label)

@@ -131,12 +131,9 @@ def test_a_state_that_is_no_state_is_damaged(run: RunDir, text: str) -> None:
         load_resume(run, *pair(2))
 
 
-def test_a_checkpoint_of_other_layers_is_refused(run: RunDir) -> None:
+def test_without_a_checkpoint_or_with_one_of_other_layers_there_is_nothing_to_load(run: RunDir, tmp_path: Path) -> None:
     with pytest.raises(Refused, match="trains other layers than the recipe"):
         load_resume(run, *pair(2, names=("a", "c")))
-
-
-def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         load_resume(RunDir(tmp_path), *pair(2))
 

@@ -108,9 +108,6 @@ def test_what_a_run_without_privacy_measured_stays_private(tmp_path: Path) -> No
     assert run.audit_dir(False).is_relative_to(run.private)
     for path in (run.canaries, run.resume, run.metrics):
         assert path.is_relative_to(run.private)
-
-
-def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         RunDir(tmp_path).load_config()
 

@@ -25,8 +25,11 @@ def first_line(path: Path) -> list[str]:
     return line.removeprefix("# ").split()
 
 
-def test_all_files_are_here() -> None:
+def test_all_files_are_here_and_two_machines_take_rank_and_address_on_the_command_line() -> None:
     assert PROCESSES.keys() <= {path.name for path in FILES}
+    typed = launch_command_parser().parse_args(first_line(ROOT / "recipes" / "accelerate" / "two_nodes.yaml")[2:])
+    assert (typed.machine_rank, typed.main_process_port) == (0, 29500)
+    assert re.fullmatch(r"[\d.]+", typed.main_process_ip)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -48,12 +51,6 @@ def test_the_first_line_launches_a_recipe_with_this_file(path: Path, monkeypatch
     load_config(ROOT / typed.training_script_args[0])
     settings, file, _ = _validate_launch_command(typed)  # what accelerate would start
     assert settings.num_processes == file.num_processes
-
-
-def test_two_machines_take_rank_and_address_on_the_command_line() -> None:
-    typed = launch_command_parser().parse_args(first_line(ROOT / "recipes" / "accelerate" / "two_nodes.yaml")[2:])
-    assert (typed.machine_rank, typed.main_process_port) == (0, 29500)
-    assert re.fullmatch(r"[\d.]+", typed.main_process_ip)
 
 
 @pytest.mark.parametrize(("variable", "value"), [("LOCAL_WORLD_SIZE", "3"), ("LOCAL_RANK", "2")])

@@ -66,9 +66,12 @@ def test_a_package_that_is_not_installed_is_refused_before_anything_is_reserved(
     assert decide(config).refusals == (), "without a run, no package is needed"
 
 
-def test_prompts_that_cannot_be_read_are_refused_by_plan_too(tmp_path: Path) -> None:
+def test_numbers_and_prompts_that_cannot_be_are_refused_by_plan_too(tmp_path: Path) -> None:
     config = recipe(tmp_path, train__sample_prompts=str(tmp_path / "none.txt"))
     assert any("none.txt" in str(refusal) for refusal in decide(config, Start()).refusals)
+    refusals = messages(recipe(tmp_path, data__public_size=10**13, train__batch_size=1))
+    assert len(refusals) == 1
+    assert "sampling_rate is 1e-13" in refusals[0]
 
 
 @pytest.mark.parametrize("kept", ["tokenizer_config.json", "chat_template.jinja", "additional", "none"])
@@ -113,12 +116,6 @@ def test_a_declared_size_that_hides_most_of_the_data_is_refused_without_telling_
     refusals = messages(config)
     assert [message[: len(refusal_text or "")] for message in refusals] == [refusal_text] * (refusal_text is not None)
     assert not any(re.search(rf"\b{ROWS}\b", message) for message in refusals)
-
-
-def test_a_sampling_rate_that_floats_do_not_bear_is_refused_by_plan_too(tmp_path: Path) -> None:
-    refusals = messages(recipe(tmp_path, data__public_size=10**13, train__batch_size=1))
-    assert len(refusals) == 1
-    assert "sampling_rate is 1e-13" in refusals[0]
 
 
 def test_all_guards_are_found_at_once(tmp_path: Path) -> None:

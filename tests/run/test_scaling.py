@@ -112,8 +112,10 @@ def test_the_models_have_their_published_sizes(name: str, billions: float) -> No
     assert scaling.SHAPES[name].parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_constants_that_the_engine_has_too_are_its_own() -> None:
+def test_the_page_shows_the_first_table_of_the_script_whose_constants_are_the_engines() -> None:
     assert 6 * loss.CHUNK["cuda"] == scaling.CHUNK
+    page = (ROOT / "docs" / "howto" / "several-gpus.md").read_text(encoding="utf-8")
+    assert scaling.tables().split("\n\n")[0] in page
 
 
 def test_rows_that_fit_fit_and_one_more_does_not() -> None:
@@ -125,11 +127,6 @@ def test_rows_that_fit_fit_and_one_more_does_not() -> None:
             limit = scaling.GPU_MEMORY * scaling.MEMORY_SHARE
             assert sizes[1] > limit
             assert sizes[0] <= limit or rows == 0
-
-
-def test_the_page_shows_the_first_table_that_the_script_prints() -> None:
-    page = (ROOT / "docs" / "howto" / "several-gpus.md").read_text(encoding="utf-8")
-    assert scaling.tables().split("\n\n")[0] in page
 
 
 def test_the_page_compares_with_the_steps_that_were_measured() -> None:

@@ -146,14 +146,11 @@ def test_a_log_says_now_and_then_what_takes_long_if_that_is_public(monkeypatch: 
         assert shown(monkeypatch, io.StringIO(), what, public=False) == ""
 
 
-def test_a_terminal_shows_how_far_it_is_and_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_how_far_something_and_a_long_step_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     result = shown(monkeypatch, Terminal(), "Tokenising", public=False)
     assert "Tokenising" in result
     assert "9 units, 900 of 1,000, 0:00:03 left" in result
-
-
-def test_a_step_says_how_far_it_is_once_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     result = shown(monkeypatch, Terminal(), STEP, public=False)
     assert "9 units, 900 of 1,000, 33 tokens/s, 0:00:03 left" in result
@@ -178,13 +175,10 @@ def text_of(result: dict[str, Any]) -> str:
     return console.export_text()
 
 
-def test_names_are_no_markup(tmp_path: Path) -> None:
+def test_the_summary_says_epsilon_and_what_to_type_next_and_names_are_no_markup(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs[" / "x]")
     run.make()
     assert "runs[/x]" in text_of(screen.summary(ended(run))).replace("\n", "")
-
-
-def test_the_summary_says_epsilon_and_what_to_type_next(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a run")
     run.make()
     result = screen.summary(ended(run))

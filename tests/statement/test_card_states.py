@@ -280,10 +280,11 @@ def test_a_merged_copy_says_so_and_is_used_as_a_whole_model() -> None:
     assert section.front_matter(text)["library_name"] == "transformers"
 
 
-def test_the_shuffling_fallback_is_larger() -> None:
+def test_delta_stands_beside_one_over_n_and_the_shuffling_fallback_is_larger() -> None:
     text, block = render_card(config(), plan(), record(), None)
     assert block["plan"]["without_amplification"] > block["plan"]["epsilon"]
     assert f"ε would be {block['plan']['without_amplification']:g} at the same δ" in text
+    assert " | 1e-05, which is 0.0089 / N" in render_card(config(), plan(), record(), None)[0]
 
 
 @pytest.mark.parametrize(
@@ -292,10 +293,6 @@ def test_the_shuffling_fallback_is_larger() -> None:
 def test_the_tiers_are_called_a_convention(epsilon: float, word: str) -> None:
     text, _ = render_card(config(), plan(epsilon=epsilon), record(), None)
     assert re.search(rf"\| {word}.*, by a convention .*Ponomareva et al. 2023\), not by a theorem \|", text)
-
-
-def test_delta_stands_beside_one_over_n() -> None:
-    assert " | 1e-05, which is 0.0089 / N" in render_card(config(), plan(), record(), None)[0]
 
 
 def test_evaluation_is_named_as_it_was() -> None:

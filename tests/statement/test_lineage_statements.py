@@ -167,15 +167,12 @@ def test_without_privacy_nothing_is_promised_together() -> None:
     assert "this run gives no guarantee" in record.reason
 
 
-def test_it_does_not_matter_which_ledger_holds_the_runs_before(book: Ledger, tmp_path: Path) -> None:
+def test_derived_data_are_their_parents_whichever_ledger_holds_the_runs_before(book: Ledger, tmp_path: Path) -> None:
     parent = base(entry=reserve(book))
     with Ledger(tmp_path / "other.sqlite") as other:
         result = [settle(parent, book=where) for where in (book, other, None)]
     assert result[0].composed is not None
     assert result[0] == result[1] == result[2]
-
-
-def test_derived_data_are_their_parents(book: Ledger) -> None:
     record = settle(base(entry=reserve(book)), dataset="notes-2027", derived_from="notes", book=book)
     assert record.dataset == "notes"
     assert record.composed

@@ -142,18 +142,18 @@ def test_the_assumptions_are_named() -> None:
     assert "1 epoch " in statement(answer(shuffled={"epsilon": 5.0, "epochs": 1}))
 
 
-def test_the_neighbouring_relation_stands_in_words() -> None:
+def test_relation_groups_and_bands_stand_in_words() -> None:
     other = statement(answer(relation="add_or_remove_one"))
     assert "replaced by nothing while N stays the same" in statement(answer())
     assert "one has one unit more than the other" in other
     assert ("declared in advance" in other) > ("declared in advance" in statement(answer()))
-
-
-def test_groups_are_said_to_be_such() -> None:
     group = statement(answer(group_size=4))
     assert "up to 4 units together" in group
     assert "4 of them together" in group
     assert "4" not in re.sub(r"2\.964|0\.6266", "", statement(answer()))
+    said = statement(answer(bands=8))
+    assert "banded noise of 8 bands" in said
+    assert "Each unit has one of 8 groups" in said
 
 
 def test_without_a_finite_epsilon_nothing_is_claimed() -> None:
@@ -161,9 +161,3 @@ def test_without_a_finite_epsilon_nothing_is_claimed() -> None:
     assert "no guarantee" in text
     assert "differentially private" not in text
     assert "infinite" in statement(answer(shuffled={"epsilon": None, "epochs": 3}))
-
-
-def test_groups_of_banded_noise_are_said_to_take_turns() -> None:
-    said = statement(answer(bands=8))
-    assert "banded noise of 8 bands" in said
-    assert "Each unit has one of 8 groups" in said

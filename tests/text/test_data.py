@@ -182,21 +182,18 @@ def test_a_broken_file_is_located_without_its_text(tmp_path: Path, problem: str)
         load(path, tmp_path)
 
 
-def test_a_broken_directory_is_named_without_its_text(tmp_path: Path) -> None:
+def test_a_broken_directory_and_a_hub_id_without_network_are_named(tmp_path: Path) -> None:
     write_bytes(tmp_path / "folder" / "state.json", SENTINEL.encode())
     with refused(f"^{tmp_path}/folder: "):
         load(tmp_path / "folder", tmp_path)
+    with refused(r"^some-org/some-data: .*network"):
+        load("some-org/some-data", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "absent", "a/b/c/absent"])
 def test_a_missing_file_is_no_hub_id(tmp_path: Path, name: str) -> None:
     with refused("no such file"):
         load(tmp_path / name, tmp_path)
-
-
-def test_a_hub_id_without_network_is_one_clear_line(tmp_path: Path) -> None:
-    with refused(r"^some-org/some-data: .*network"):
-        load("some-org/some-data", tmp_path)
 
 
 CACHES = """

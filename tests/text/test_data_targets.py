@@ -32,22 +32,23 @@ def encoded(row: Json, fmt: str) -> TokenSequence:
     return sequence
 
 
-def test_text_is_learned_whole_with_its_end_and_not_its_beginning() -> None:
+def test_text_is_learned_whole_with_its_end_and_not_its_beginning_up_to_max_length() -> None:
     sequence = encoded(TEXT[0], "text")
     assert learned(sequence) == TEXT[0]["text"] + "</s>"
     assert (sequence.input_ids[0], sequence.input_ids[-1]) == (0, 1)
+    (sequence,) = encode(LONG, "text", tokenizer(), tiny.reads(20, "truncate"))
+    (uncut,) = encode(LONG, "text", tokenizer(), tiny.reads(10_000, "truncate"))
+    assert sequence.input_ids == uncut.input_ids[:20]
+    assert sequence.denominator == sum(sequence.loss_mask) == 19
 
 
-def test_without_a_beginning_token_the_first_word_is_no_target() -> None:
+def test_a_tokenizer_without_a_beginning_or_with_an_end_changes_no_target() -> None:
     bare = tiny.tokenizer()
     bare.backend_tokenizer.post_processor = TemplateProcessing(single="$A")
     (sequence,) = encode({"text": "Anna bought plums"}, "text", bare, tiny.reads(128, "truncate"))
     first = tokenizer().decode([sequence.input_ids[0]])
     assert first + learned(sequence) == "Anna bought plums</s>"
     assert sequence.denominator == sum(sequence.loss_mask)
-
-
-def test_an_end_that_the_tokenizer_brings_itself_is_learned_once() -> None:
     ending, special = tiny.tokenizer(), [("<s>", 0), ("</s>", 1)]
     ending.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
     (sequence,) = encode(TEXT[0], "text", ending, tiny.reads(128, "truncate"))
@@ -68,13 +69,6 @@ def test_nothing_to_predict_makes_no_sequence() -> None:
     user = {"messages": [{"role": "user", "content": "Hello?"}]}
     assert encode(user, "messages", tokenizer(), tiny.reads(16, "truncate")) == []
     assert encode_units([tiny.rows([user])], "messages", tokenizer(), section()) == [Unit(())]
-
-
-def test_truncated_to_max_length() -> None:
-    (sequence,) = encode(LONG, "text", tokenizer(), tiny.reads(20, "truncate"))
-    (uncut,) = encode(LONG, "text", tokenizer(), tiny.reads(10_000, "truncate"))
-    assert sequence.input_ids == uncut.input_ids[:20]
-    assert sequence.denominator == sum(sequence.loss_mask) == 19
 
 
 @pytest.mark.parametrize(("name", "source"), [(None, "rows.jsonl"), ("held_out.jsonl", "held_out.jsonl")])

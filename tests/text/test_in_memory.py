@@ -82,12 +82,9 @@ def test_nested_values_of_a_dataset_are_those_of_their_row_alone(tmp_path: Path)
         written(numbers, tmp_path)
 
 
-def test_a_column_of_the_format_is_never_left_out_unseen(tmp_path: Path) -> None:
+def test_values_become_those_of_json_and_a_column_of_the_format_is_never_left_out_unseen(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="column 'input'"):
         written(pd.DataFrame({"instruction": ["add"], "input": [41], "output": ["42"]}), tmp_path)
-
-
-def test_missing_and_numpy_values_become_those_of_json(tmp_path: Path) -> None:
     rows = [{"text": "a", "who": np.int64(7), "prompt": float("nan"), "input": pd.NA, "output": pd.NaT, "extra": 1}]
     assert written(rows, tmp_path) == [{"text": "a", "who": 7, "prompt": None, "input": None, "output": None}]
 

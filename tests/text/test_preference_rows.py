@@ -67,11 +67,14 @@ def test_a_prompt_as_text_that_no_message_says_is_refused_or_ignored_on_demand(t
     assert table.reads.startswith("read as preference as messages without a prompt: ")
 
 
-def test_neither_layout_takes_the_rows_of_the_other(tmp_path: Path) -> None:
+def test_neither_layout_takes_the_rows_of_the_other_and_answers_of_a_unit_follow_one_another(tmp_path: Path) -> None:
     with refused("row 2 reads as preference as messages, but the rows before it read as preference"):
         load_rows(tmp_path, PROMPTED, CHATS)
     with refused("row 1 .*'chosen'"):
         load_rows(tmp_path, {**PROMPTED, "rejected": "Bo"})
+    pairs = [{"prompt": "Q", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(3)]
+    (unit,) = encode_units([tiny.rows(pairs)], "preference", tokenizer(), section(max_length=128))
+    assert [learned(sequence).split()[0] for sequence in unit.sequences] == ["good", "bad"] * 3
 
 
 @pytest.mark.parametrize("reads", LAYOUTS)
@@ -83,12 +86,6 @@ def test_a_layout_becomes_a_prompt_and_two_answers_and_these_alone_are_learned(t
     (unit,) = units_of(table)
     chosen, rejected = map(learned, unit.sequences)
     assert (chosen.strip(), rejected.strip()) == ("Anna</s>", "Bo</s>")
-
-
-def test_both_answers_of_all_rows_of_a_unit_follow_one_another() -> None:
-    pairs = [{"prompt": "Q", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(3)]
-    (unit,) = encode_units([tiny.rows(pairs)], "preference", tokenizer(), section(max_length=128))
-    assert [learned(sequence).split()[0] for sequence in unit.sequences] == ["good", "bad"] * 3
 
 
 def test_a_long_pair_is_cut_at_its_end_and_a_long_prompt_leaves_whole_pairs(tmp_path: Path) -> None:

@@ -281,12 +281,9 @@ def test_columns_of_another_kind_are_refused(tmp_path: Path, column: str, value:
         load_rows(tmp_path, {**CHAT, column: value})
 
 
-def test_rows_of_a_program_keep_their_tools(tmp_path: Path) -> None:
+def test_rows_of_a_program_keep_their_tools_and_prompts_with_tools_are_refused(tmp_path: Path) -> None:
     path = write_rows([{**CHAT, "tools": TOOLS}], [], tmp_path, "train")
     assert load(path, tmp_path).rows[0].parts["tools"] == TOOLS
-
-
-def test_prompts_with_tools_are_refused(tmp_path: Path) -> None:
     rows = [{"messages": talk("Who?")}, {"messages": talk("Who?"), "tools": TOOLS}]
     with refused("line 2 has tools"):
         prompts.read_prompts(tiny.write_rows(tmp_path / "prompts.jsonl", rows))

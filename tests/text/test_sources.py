@@ -73,9 +73,11 @@ def test_what_a_csv_file_does_not_say_the_recipe_says(tmp_path: Path) -> None:
     assert raw(tmp_path / "folder", tmp_path, csv=settings) == ROWS
 
 
-def test_no_row_decides_how_a_csv_file_is_parted(tmp_path: Path) -> None:
+def test_no_row_decides_how_a_csv_file_is_parted_and_a_long_field_is_read(tmp_path: Path) -> None:
     rows = load(write_bytes(tmp_path / "rows.csv", b"who|text\na|b\n" + 9 * b"c;d;e,f\t|g\n"), tmp_path).rows
     assert [row.parts["text"] for row in rows[:2]] == ["b", "g"]
+    path = write(tmp_path / "rows.csv", [{"text": "x" * 200_000}])
+    assert [len(row["text"]) for row in raw(path, tmp_path)] == [200_000]
 
 
 @pytest.mark.parametrize("several", ["glob", "list", "directory", "mixed list"])
@@ -172,11 +174,6 @@ def test_a_date_that_python_does_not_have_is_one_message(tmp_path: Path, kind: s
     parquet.write_table(pyarrow.table({"text": ["a"], "on": numbers.cast(types[kind])}), tmp_path / "a.parquet")
     with refused("a.parquet: cannot be read"):
         load(tmp_path / "a.parquet", tmp_path)
-
-
-def test_a_long_field_is_read(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.csv", [{"text": "x" * 200_000}])
-    assert [len(row["text"]) for row in raw(path, tmp_path)] == [200_000]
 
 
 @pytest.mark.parametrize(
