@@ -90,9 +90,7 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
         (["plan", "RECIPE", "--train.steps"], "--train.steps VALUE"), (["plan", "absent.yaml"], "no such recipe"),
     ],
 )  # fmt: skip
-def test_wrong_commands_are_one_line_and_code_2(
-    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
-) -> None:
+def test_wrong_commands_are_one_line_and_code_2(recipe: Path, capsys: Any, arguments: list[str], named: str) -> None:
     assert main([argument.replace("RECIPE", str(recipe)) for argument in arguments]) == 2
     assert named in one_line(capsys, arguments[0])
 
@@ -114,9 +112,7 @@ def one_line(capsys: pytest.CaptureFixture[str], command: str) -> str:
     ],
     ids=" ".join,
 )
-def test_a_path_that_is_too_long_is_one_line(
-    recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
+def test_a_path_that_is_too_long_is_one_line(recipe: Path, capsys: Any, words: list[str]) -> None:
     """As a text typed where its file's name belongs: longer than any name may be."""
     assert main([*(word.replace("RECIPE", str(recipe)) for word in words), "long " * 60]) == 1
     assert "File name too long" in one_line(capsys, words[0])
@@ -134,9 +130,7 @@ def test_a_path_that_is_too_long_is_one_line(
         *("push LOOP alice/notes", "generate LOOP", "ledger verify --ledger LOOP"),
     ],
 )
-def test_a_link_to_itself_is_one_line(
-    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_a_link_to_itself_is_one_line(recipe: Path, capsys: Any, monkeypatch: Any, command: str) -> None:
     monkeypatch.chdir(recipe.parent)
     Path("LOOP").symlink_to("LOOP")
     assert main([word.replace("RECIPE", str(recipe)) for word in command.split()]) in (1, 2)
@@ -179,9 +173,7 @@ def test_what_argparse_refuses_is_code_2(arguments: list[str], capsys: pytest.Ca
         (errors.AuditContradiction, 4), (errors.DpllmError, 1),
     ],
 )  # fmt: skip
-def test_every_kind_of_error_has_its_code(
-    kind: type[errors.DpllmError], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_kind_of_error_has_its_code(kind: Any, code: int, monkeypatch: Any, capsys: Any) -> None:
     def fail(*_: object) -> int:
         raise kind("what, why, and what to type")
 

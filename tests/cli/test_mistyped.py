@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,9 +89,7 @@ def test_a_recipe_that_is_no_yaml_has_its_line(capsys: pytest.CaptureFixture[str
         ("text", "text: is a file"),
     ],
 )
-def test_a_mistyped_folder_is_no_hub_id(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: str, message: str
-) -> None:
+def test_a_mistyped_folder_is_no_hub_id(monkeypatch: Any, capsys: Any, path: str, message: str) -> None:
     """A typing error beside a folder of runs was looked up on the network."""
     Path("runs/clinic").mkdir(parents=True)
     downloads: list[object] = []

@@ -190,9 +190,7 @@ def test_what_the_model_refuses_is_among_the_refusals(recipe: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "advice"), [(["--train.stepz", "2"], "did you mean steps"), (["--device", "h100"], "Type both")]
 )
-def test_wrong_arguments_are_one_line(
-    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], advice: str
-) -> None:
+def test_wrong_arguments_are_one_line(recipe: Path, capsys: Any, arguments: list[str], advice: str) -> None:
     out, err = answer(capsys, 2, recipe, *arguments)
     assert err.startswith("dpllm plan: ")
     assert advice in err

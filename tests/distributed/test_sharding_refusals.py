@@ -35,9 +35,7 @@ def lora(**sections: Any) -> RunConfig:
     return tm.recipe(**{"adapter": tm.LORA, **sections})
 
 
-def test_nothing_is_sharded_unless_several_processes_are_asked_to(
-    launched: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_sharded_unless_several_processes_are_asked_to(launched: Any, monkeypatch: Any) -> None:
     assert sharding.requested()
     sharding.check(lora())
     launched.setattr(processes, "several", lambda: False)

@@ -195,9 +195,7 @@ def test_processes_compare_a_frozen_factor_too(bases: dict[str, Path], monkeypat
     assert results[0] == results[1] != results[2]  # B starts at zero: only the frozen factor differs
 
 
-def test_heads_and_embeddings_that_cannot_train_as_asked_say_so(
-    bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_and_embeddings_that_cannot_train_as_asked_say_so(bases: dict[str, Path], monkeypatch: Any) -> None:
     with pytest.raises(ConfigError, match="Remove the embedding"):
         loading.build(recipe(bases["llama"], {**ADAPTERS["embedding"], "lora_a": "frozen"}), CPU)
     monkeypatch.setattr("transformers.LlamaForCausalLM.get_output_embeddings", lambda self: None)

@@ -106,9 +106,7 @@ def test_the_shape_follows_from_the_recipe_the_model_and_the_device(monkeypatch:
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
-def test_gradients_that_do_not_fit_side_by_side_are_formed_twice(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_do_not_fit_side_by_side_are_formed_twice(device: torch.device, monkeypatch: Any) -> None:
     """Their number is public: bytes for them over the numbers that train, whatever is drawn."""
     net = nn.Linear(100, 100, bias=False)
     bytes_of_one = 4 * 10_000
@@ -294,9 +292,7 @@ def test_rehearsing_without_privacy_changes_nothing() -> None:
 
 @pytest.mark.parametrize("place", ["forward", "backward", "between"])
 @pytest.mark.parametrize("name", ["lora", "frozen"])
-def test_a_rehearsal_that_ran_out_of_memory_leaves_nothing_behind(
-    name: str, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rehearsal_that_ran_out_of_memory_leaves_nothing_behind(name: str, place: str, monkeypatch: Any) -> None:
     steps = tm.batches(tm.units([(9,), (17,), (5,)]))
     engine, other = engine_of(**CASES[name]), engine_of(**CASES[name])
     before = everything(engine)

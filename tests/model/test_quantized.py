@@ -188,9 +188,7 @@ def test_packed_weights_cannot_train_whole(folder: Path) -> None:
         adapters.attach(loading.load_base(recipe(folder).model, CPU), tm.recipe(adapter=tm.FROZEN))
 
 
-def test_recipes_and_machines_that_cannot_hold_packed_weights_say_so(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipes_and_machines_that_cannot_hold_packed_weights_say_so(folder: Path, monkeypatch: Any) -> None:
     with pytest.raises(ValueError, match=r"set model\.quantization: null, or adapter\.method: lora"):
         tm.recipe(model={"name_or_path": "a", "quantization": "4bit"}, adapter=tm.FROZEN)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)

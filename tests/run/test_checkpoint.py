@@ -227,9 +227,7 @@ def test_a_save_that_dies_anywhere_leaves_the_former_checkpoint(run: RunDir, mon
     assert died == 9  # one weight file, one of moments, five flushes, one rename, one removal
 
 
-def test_everything_is_flushed_before_it_has_its_name_and_the_name_after(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_flushed_before_it_has_its_name_and_the_name_after(run: RunDir, monkeypatch: Any) -> None:
     happened: list[str] = []
     fsync, replace = os.fsync, os.replace
 

@@ -55,9 +55,7 @@ def test_what_trains_is_what_would_train(family: str, adapter: dict[str, Any], t
     assert estimate.memory.weights == 4 * (estimate.total - estimate.trainable)
 
 
-def test_attention_that_cannot_keep_rows_apart_is_planned_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_that_cannot_keep_rows_apart_is_planned_one_by_one(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(attention, "HARMLESS", frozenset())
     seen = footprint(recipe(only_config(tmp_path / "config")))
     assert seen.packing.alone

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,9 +55,7 @@ def test_the_first_line_launches_a_recipe_with_this_file(path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("variable", "value"), [("LOCAL_WORLD_SIZE", "3"), ("LOCAL_RANK", "2")])
-def test_every_process_of_a_machine_needs_a_gpu_of_its_own(
-    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_process_of_a_machine_needs_a_gpu_of_its_own(variable: str, value: str, monkeypatch: Any) -> None:
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)

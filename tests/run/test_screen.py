@@ -100,9 +100,7 @@ def test_a_terminal_that_redraws_nothing_gets_lines(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("widgets", [True, False])
-def test_a_notebook_redraws_where_it_can_and_keeps_no_private_figure(
-    monkeypatch: pytest.MonkeyPatch, widgets: bool
-) -> None:
+def test_a_notebook_redraws_where_it_can_and_keeps_no_private_figure(monkeypatch: Any, widgets: bool) -> None:
     monkeypatch.setattr(screen.importlib.util, "find_spec", lambda name: object() if widgets else None)
     console = Console(file=io.StringIO())
     console.is_jupyter = True

@@ -221,9 +221,7 @@ def test_an_owner_that_is_emptied_changes_nobody_elses_bits(tmp_path: Path, fmt:
 
 
 @pytest.mark.parametrize("mutant", ["a slot goes with its text", "an empty row teaches its end"])
-def test_a_slot_that_goes_and_an_empty_row_that_teaches_are_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str
-) -> None:
+def test_a_slot_that_goes_and_an_empty_row_that_teaches_are_seen(tmp_path: Path, monkeypatch: Any, mutant: str) -> None:
     real = tokens.iter_units
     if mutant == "an empty row teaches its end":
         monkeypatch.setattr(tokens, "is_empty", lambda row, fmt: False)

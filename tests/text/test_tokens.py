@@ -6,7 +6,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -220,9 +220,7 @@ def flip(path: Path, offset: int | None = None, bits: int = 1) -> None:
     "damage", [cut, flip, partial(flip, offset=-1, bits=255), Path.unlink, partial(Path.write_bytes, data=b"")]
 )
 @pytest.mark.parametrize("name", ["tokens.bin", "index.npy", "sizes.npy", "meta.json"])
-def test_a_damaged_entry_is_remade(
-    tmp_path: Path, counted: list[int], name: str, damage: Callable[[Path], Any]
-) -> None:
+def test_a_damaged_entry_is_remade(tmp_path: Path, counted: list[int], name: str, damage: Any) -> None:
     first = make(tmp_path)
     expected, key = list(first), first.path.name
     damage(first.path / name)
