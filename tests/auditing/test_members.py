@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiny
-import yaml
+import tiny_models as tm
 from scipy import stats
 from score_tables import token_table
 
@@ -16,7 +16,7 @@ from dpllm.auditing import members as audit
 from dpllm.auditing.attacks import TOKEN_ATTACKS
 from dpllm.auditing.members import MEMBERSHIP, SHIFT, audit_run_members, rows_of_run, scores
 from dpllm.errors import ConfigError, DataError
-from dpllm.recipe.config import DataConfig
+from dpllm.recipe.config import DataConfig, dump_config
 from dpllm.run.directory import Run, RunDir
 from dpllm.text import data
 from dpllm.text.data import load_held_out, load_table
@@ -256,13 +256,9 @@ def write_run(tmp_path, **changes):
         tiny.write_rows(path, [row | {"who": f"{place}-{number // 2}"} for number, (row,) in enumerate(rows(rng, 120))])
     run = RunDir(tmp_path / "run")
     run.make()
-    recipe = {
-        "model": {"name_or_path": "builtin:tiny"},
-        "data": {"max_length": 128, **{name: str(path) for name, path in sources.items()}, **changes},
-        "train": {"steps": 1},
-        "output_dir": str(run.root),
-    }
-    run.config.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    read = {"max_length": 128, **{name: str(path) for name, path in sources.items()}, **changes}
+    recipe = tm.recipe(model={"name_or_path": "builtin:tiny"}, data=read, output_dir=str(run.root))
+    run.config.write_text(dump_config(recipe), encoding="utf-8")
     note(run)
     return run
 

@@ -87,9 +87,14 @@ def test_an_adapter_is_scored_beside_its_own_base(adapter, base):
     assert len(models.tokenizer) == len(tiny.tokenizer())
 
 
-def test_a_base_elsewhere_is_named_by_hand(adapter, base, tmp_path):
+def test_a_base_elsewhere_is_named_by_hand_and_the_tokenizer_of_the_model_goes_first(adapter, base, tmp_path):
     moved = edit(copy(adapter, tmp_path / "moved"), base_model_name_or_path="nowhere/tiny-base")
     torch.testing.assert_close(logits(load(moved, str(base))[0].tuned), logits(load(adapter, None)[0].tuned))
+    own = copy(adapter, tmp_path / "own")
+    tokenizer = tiny.tokenizer(chat_template="{{ messages[0]['content'] }}")
+    tokenizer.save_pretrained(own)
+    assert load(own, None)[0].tokenizer.chat_template == tokenizer.chat_template
+    assert load(adapter, None)[0].tokenizer.chat_template == tiny.CHAT
 
 
 def test_a_whole_model_is_scored_beside_the_base_that_is_named(base, tmp_path):
@@ -101,14 +106,6 @@ def test_a_whole_model_is_scored_beside_the_base_that_is_named(base, tmp_path):
     torch.testing.assert_close(logits(models.tuned), logits(tuned.eval()))
     with models.base() as before:
         torch.testing.assert_close(logits(before), logits(AutoModelForCausalLM.from_pretrained(base)))
-
-
-def test_the_tokenizer_of_the_model_goes_before_that_of_the_base(adapter, base, tmp_path):
-    own = copy(adapter, tmp_path / "own")
-    tokenizer = tiny.tokenizer(chat_template="{{ messages[0]['content'] }}")
-    tokenizer.save_pretrained(own)
-    assert load(own, None)[0].tokenizer.chat_template == tokenizer.chat_template
-    assert load(adapter, None)[0].tokenizer.chat_template == tiny.CHAT
 
 
 def test_modules_that_were_saved_whole_are_switched_off_with_the_adapter(base, tmp_path):

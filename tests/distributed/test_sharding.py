@@ -104,14 +104,13 @@ def test_updates_are_the_same(results: tuple[Results, Results, Results], name: s
     assert close(first[name], alone[name])
 
 
-def test_the_self_check_runs_through_the_sharded_model(results: tuple[Results, Results, Results]) -> None:
+def test_self_check_held_out_loss_samples_and_generation_run_through_the_sharded_model(
+    results: tuple[Results, Results, Results],
+) -> None:
     first, second, alone = results
     assert first["error"] == second["error"]
     assert 0 < first["error"] <= max(2 * alone["error"], 1e-6)
     assert first.get("small", 0) <= 1e-6
-
-
-def test_held_out_loss_with_unequal_and_empty_shares_samples_and_generation(results: Any) -> None:
     first, second, alone = results
     for when in ("before", "after"):
         assert first[when] == second[when]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_models as tm
 
 from dpllm.errors import ConfigError, DataError, Refused
 from dpllm.ledger import Budget, Ledger, budgets, dataset_policy
@@ -16,13 +17,8 @@ TEXTS = [tiny.sentence(number) for number in range(40)]
 
 def recipe(root: Path, texts: list[str] = TEXTS, name: str = "rows.jsonl", **sections: dict[str, Any]) -> RunConfig:
     tiny.write_rows(root / name, [{"text": text} for text in texts])
-    value: dict[str, Any] = {
-        "model": {"name_or_path": "some/model"},
-        "data": {"train": str(root / name), **sections.pop("data", {})},
-        "train": {"steps": 1},
-        "output_dir": str(root / "run"),
-    }
-    return RunConfig.model_validate({**value, **sections})
+    data = {"train": str(root / name), **sections.pop("data", {})}
+    return tm.recipe(data=data, output_dir=str(root / "run"), **sections)
 
 
 def ask(config: RunConfig, book: Ledger | None) -> dataset_policy.DatasetPolicy:

@@ -48,7 +48,7 @@ def test_one_process_shares_compares_and_adds_nothing() -> None:
     assert processes.salted("Sigrid owes 4711") != processes.salted("Sigrid owes 4711")
 
 
-def test_the_next_is_made_while_the_last_is_used() -> None:
+def test_the_next_is_made_while_the_last_is_used_and_what_goes_wrong_is_said_in_turn() -> None:
     made, threads = [], set()
 
     def make() -> int:
@@ -64,10 +64,8 @@ def test_the_next_is_made_while_the_last_is_used() -> None:
     assert threading.get_ident() not in threads
     assert list(ahead(make, 0)) == []
 
-
-def test_what_goes_wrong_ahead_is_said_when_its_turn_comes() -> None:
-    def make() -> int:
+    def fail() -> int:
         raise ValueError("here")
 
     with pytest.raises(ValueError, match="here"):
-        next(ahead(make, 2))
+        next(ahead(fail, 2))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models as tm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,16 +28,9 @@ DELTA = 1e-4
 
 
 def recipe(**sections: Json) -> RunConfig:
-    value: Json = {
-        "model": {"name_or_path": "models/parent"},
-        "data": {"train": "notes.jsonl"},
-        "privacy": {"noise_multiplier": 1.0, "epsilon": 50.0, "delta": DELTA, "dataset": "notes"},
-        "train": {"steps": 20, "batch_size": 10},
-        "output_dir": "run",
-    }
-    for name, section in sections.items():
-        value[name] = {**value.get(name, {}), **section}
-    return RunConfig.model_validate(value)
+    promised = {"noise_multiplier": 1.0, "epsilon": 50.0, "delta": DELTA, "dataset": "notes"}
+    steps = {"steps": 20, **sections.pop("train", {})}
+    return tm.recipe(privacy={**promised, **sections.pop("privacy", {})}, train=steps, **sections)
 
 
 @cache

@@ -46,11 +46,14 @@ def test_a_text_is_learned_behind_the_line_and_the_line_is_masked(tmp_path: Path
     assert encoded(table) == [("<s>" + LINE, tiny.sentence(1) + "</s>")]
 
 
-def test_a_completion_is_learned_behind_the_line_and_its_prompt(tmp_path: Path) -> None:
+def test_a_completion_is_learned_behind_the_line_and_no_source_brings_one(tmp_path: Path) -> None:
     row = {**PROMPTED[0], "visit": "home", "age": 54.0}
     table = load_rows(tmp_path, row, control=CODES)
     assert encoded(table) == [("<s>" + LINE + row["prompt"], " " + row["completion"] + "</s>")]
     assert by_prompt(table, 1) == {LINE + row["prompt"]: [row["completion"]]}  # and so compare asks for it
+    row = {"text": "a", "line": 7, "visit": "home"}
+    assert encoded(load_rows(tmp_path, row)) == [("<s>", "a</s>")]
+    assert encoded(load_rows(tmp_path, row, control=["visit"])) == [("<s>visit: home\n", "a</s>")]
 
 
 @pytest.mark.parametrize(("value", "read"), [(None, ""), (True, "true"), ("a\n b", "a b"), (7.0, "7"), ("\uff21", "A")])
@@ -95,12 +98,6 @@ def test_one_row_changes_only_its_own_text(rows: list[Json], other: Json, data: 
     assert len(before) == len(after) == len(rows)
     assert after[:index] + after[index + 1 :] == before[:index] + before[index + 1 :]
     assert after[index] == pair[1]
-
-
-def test_a_source_cannot_bring_a_line_of_its_own(tmp_path: Path) -> None:
-    row = {"text": "a", "line": 7, "visit": "home"}
-    assert encoded(load_rows(tmp_path, row)) == [("<s>", "a</s>")]
-    assert encoded(load_rows(tmp_path, row, control=["visit"])) == [("<s>visit: home\n", "a</s>")]
 
 
 def test_canaries_stand_behind_no_line() -> None:
