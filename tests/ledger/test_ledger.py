@@ -213,13 +213,11 @@ def meanwhile(place: Place, monkeypatch):
     return lets
 
 
-def _import(rival: Ledger) -> None:
-    budgets.import_run(rival, "notes", event=EVENT, run="x", by="bob", reason="meanwhile", **TERMS)
-
-
 MEANWHILE = {
     "run": reserve,
-    "import": _import,
+    "import": lambda rival: budgets.import_run(
+        rival, "notes", event=EVENT, run="x", by="bob", reason="meanwhile", **TERMS
+    ),
     "final run": lambda rival: reserve(rival, final=True),
     "budget": lambda rival: budgets.set_budget(rival, "notes", budget(0.01)),
 }
