@@ -17,6 +17,7 @@ def kept(name: str) -> int:
 
 
 def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
+    import tiny_models as tm
     import torch
     import transformers
 
@@ -25,21 +26,14 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
     from dpllm.privacy.noise import GaussianNoise
     from dpllm.privacy.packing import passes_of
     from dpllm.privacy.schedule import TokenSequence, Unit
-    from dpllm.recipe.config import RunConfig
     from dpllm.run.promise import plan_of
 
     torch.manual_seed(0)
     adapter = {"method": "lora", "r": 16} if method == "lora" else {"method": "frozen", "last_blocks": 2}
-    config = RunConfig.model_validate(
-        {
-            "model": {"name_or_path": folder},
-            "adapter": adapter,
-            "data": {"train": "builtin:clinic", "max_length": tokens},
-            "privacy": {"noise_multiplier": 1.0, "epsilon": 1e6},
-            "train": {"batch_size": rows * count, "tokens_per_pass": rows * tokens + 1, "steps": 1},
-            "output_dir": "unused",
-        }
-    )
+    train = {"batch_size": rows * count, "tokens_per_pass": rows * tokens + 1, "steps": 1}
+    privacy = {"noise_multiplier": 1.0, "epsilon": 1e6}
+    model = {"name_or_path": folder}
+    config = tm.recipe(model=model, adapter=adapter, data={"max_length": tokens}, privacy=privacy, train=train)
     before = kept("VmRSS")
     base = transformers.AutoConfig.from_pretrained(folder)
     net: Any = transformers.AutoModelForCausalLM.from_config(base, dtype=torch.float32)
