@@ -117,13 +117,8 @@ def test_verify_computes_both_epsilons_again() -> None:
     one, other = block["statistics"]["releases"]
     cheaper = [{**one, "event": {**one["event"], "epsilon": 0.2}} for one in block["statistics"]["releases"]]
     for changes in (
-        *(
-            {"epsilon": 0.4},
-            {"with_run": EPSILON},
-            {"with_run": None},
-            {"unit": "example"},
-            {"max_examples_per_unit": 5},
-        ),
+        *({"epsilon": 0.4}, {"with_run": EPSILON}, {"with_run": None}, {"unit": "example"}),
+        {"max_examples_per_unit": 5},
         {"neighbouring_relation": "add_or_remove_one"},
         {"releases": cheaper},
         {"releases": [{**cheaper[0], "event": PureDP(1e6).to_json()}]},

@@ -123,13 +123,8 @@ def test_text_of_a_stranger_does_not_break_the_page(folder: Path, field: str, te
 
 def test_hostile_text_in_all_fields_still_verifies(tmp_path: Path) -> None:
     text = HOSTILE[1]
-    changes = {
-        "prompt": text,
-        "dataset": text,
-        "software": {text: text},
-        "hardware": {text: [text]},
-        "dropped": {text: 3},
-    }
+    changes = {"prompt": text, "dataset": text, "software": {text: text}, "hardware": {text: [text]}}
+    changes["dropped"] = {text: 3}
     verification = verify(make_texts(tmp_path / "a", **changes))
     assert [check for check in verification.checks if check.status == "failed"] == []
 

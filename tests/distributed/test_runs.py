@@ -224,12 +224,8 @@ def test_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.full
 def test_two_launched_processes_are_one_run(tmp_path: Path) -> None:
     ledger = tmp_path / "ledger.sqlite"
-    keys = {
-        "output_dir": tmp_path / "run",
-        "privacy.ledger": ledger,
-        "train.steps": 2,
-        "audit.canaries.groups": "{1: 4}",
-    }
+    keys = {"output_dir": tmp_path / "run", "privacy.ledger": ledger, "train.steps": 2}
+    keys["audit.canaries.groups"] = "{1: 4}"
     overrides = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     run_program(*LAUNCH, "recipes/accelerate/cpu_2.yaml", "recipes/train.py", "recipes/smoke/clinic.yaml", *overrides)
     record = json.loads((tmp_path / "run" / "run.json").read_text())

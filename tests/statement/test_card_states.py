@@ -39,15 +39,9 @@ HASH = "5a" * 32
 
 
 def parent(**changes: Any) -> Json:
-    terms = {
-        "unit": "patient_id",
-        "neighbouring_relation": "zero_out",
-        "event": plan()["event"],
-        "epsilon": 2.0,
-        "delta": 1e-5,
-    }
+    terms = {"unit": "patient_id", "neighbouring_relation": "zero_out", "epsilon": 2.0, "delta": 1e-5}
     origin = {"name": "ward-6-model", "dataset": "ward-7-notes", "entry": "2", "files_digest": HASH}
-    return {"guarantee": True, **terms, **origin, **changes}
+    return {"guarantee": True, **terms, **origin, "event": plan()["event"], **changes}
 
 
 def lineage(**changes: Any) -> Json:

@@ -87,13 +87,8 @@ def test_several_files_are_one_source_in_their_order(tmp_path: Path, several: st
     for path, row in zip(paths, ROWS, strict=True):
         write(path, [row])
     mixed = [str(folder / "part-0*"), str(folder / "part-[12]*")]
-    sources = {
-        "glob": str(folder / "part-*"),
-        "list": list(map(str, paths)),
-        "directory": str(folder),
-        "mixed list": mixed,
-    }
-    source: Any = sources[several]
+    whole, names = str(folder), list(map(str, paths))
+    source: Any = {"glob": f"{whole}/part-*", "list": names, "directory": whole, "mixed list": mixed}[several]
     assert raw(source, tmp_path) == ROWS
     data = section(train=source, unit="who", max_examples_per_unit=1)
     assert tiny.count_units(data, tmp_path / "cache") == 3
