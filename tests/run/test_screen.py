@@ -188,6 +188,15 @@ def test_the_summary_says_epsilon_and_what_to_type_next_and_names_are_no_markup(
     assert "epsilon 3.000 at delta 1e-05" in text_of(result)
 
 
+def test_the_summary_says_what_becomes_of_held_out_loss(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.make()
+    finished = ended(run)
+    assert "private: " in text_of(screen.summary(finished))
+    finished.config.data.eval = None
+    assert "not measured: data.eval is not set" in text_of(screen.summary(finished))
+
+
 def test_the_summary_of_a_run_without_a_guarantee_states_no_epsilon(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.make()
