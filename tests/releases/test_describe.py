@@ -199,13 +199,13 @@ def test_a_row_that_no_template_takes_is_refused_before_anything_is_charged(say:
     tiny.tokenizer(chat_template=template).save_pretrained(tmp_path / "words")
     turns = [[{"role": "user", "content": "odd" if number == bad else "even"}] for number in range(30)]
     write([{"messages": turn, "who": f"p{number}"} for number, turn in enumerate(turns)])
-    asked = ["--units", "--lengths", "8,16", "--model", "words"]
-    code, _, error = say(*asked)
+    words = ["--units", "--lengths", "8,16", "--model", "words"]
+    code, _, error = say(*words)
     assert (code, entries(), error.count("\n")) == (2, 0, 1)
     assert f"unit {bad + 1}: the chat template refuses a role in a row's messages" in error
     assert not Path("describe.json").exists()
     write([{"messages": turn, "who": f"p{number}"} for number, turn in enumerate(turns) if number != bad])
-    assert say(*asked)[0] == 0
+    assert say(*words)[0] == 0
 
 
 @pytest.mark.parametrize("mode", [["--dry-run"], []])
