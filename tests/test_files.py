@@ -92,9 +92,7 @@ def test_a_file_system_without_locks_is_one_message(tmp_path: Path, monkeypatch:
             Ledger(tmp_path / "ledger.sqlite")
 
 
-def test_copies_of_rows_go_with_the_next_command_where_one_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_of_rows_go_with_the_next_command_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     killed = (
         "import os, signal\nfrom dpllm.files import scratch\n"

@@ -117,7 +117,7 @@ def test_private_prompts_of_a_data_set_are_refused_and_what_is_covered_is_told(r
     assert "none was searched for" in searched(run_on_notes, rows)[-1]
 
 
-def test_rows_without_a_guarantee_are_searched_as_a_card_is(
+def test_rows_without_guarantee_are_searched_as_cards_are(
     run_on_notes: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir("/")

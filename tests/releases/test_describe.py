@@ -14,7 +14,6 @@ from dp_accounting.pld import common
 from dp_accounting.pld import privacy_loss_distribution as pld
 from released_folders import Json, Say, describing, entries, ledger, released, write
 
-from dpllm.cli import main
 from dpllm.files import alone
 from dpllm.ledger import Budget, RunRequest, budgets
 from dpllm.ledger.budgets import reserve_all
@@ -323,17 +322,3 @@ def test_declared_size_changes_the_relation_and_nothing_else(say: Say) -> None:
     code, _, error = say("--units", "--output", "more.json")
     assert code == 3
     assert "another quantity" in error
-
-
-def test_a_recipe_gives_data_unit_and_ledger(say: Say) -> None:
-    Path("recipe.yaml").write_text(
-        "model: {name_or_path: 'builtin:tiny'}\n"
-        "data: {train: rows.jsonl, unit: who, max_examples_per_unit: 2}\n"
-        "privacy: {ledger: l.sqlite, dataset: notes}\n"
-        "train: {steps: 1}\noutput_dir: run\n"
-    )
-    assert main(["describe", "recipe.yaml", "--epsilon", "1", "--lengths", "4,8,16,512", "--at", ".5"]) == 0
-    statistics = released(".")
-    assert (statistics.dataset, statistics.unit, statistics.max_examples_per_unit) == ("notes", "who", 2)
-    assert set(statistics.releases[0].value or {}) == {"0.5"}
-    assert len(ledger().runs("notes")) == 1

@@ -6,8 +6,6 @@ import hashlib
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 import safetensors.numpy
 import sentence_encoders
 import tiny
+from published import verifies_without_torch
 from released_folders import CLUSTERS, PREDICT, UNITS, Json, Say, entries, ledger, released, rows, verdicts, write
 
 from dpllm.cli import main
@@ -64,9 +63,7 @@ def test_a_release_is_charged_round_by_round_and_verifies(
     assert "holds an earlier release" in error
 
 
-def test_a_crash_in_the_second_round_stays_charged_and_is_not_drawn_again(
-    say: Say, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_in_the_second_round_stays_charged(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     add_noise, steps_charged = embedded._noised, []
 
     def crash(sums: Any, scale: float) -> Any:
@@ -153,9 +150,7 @@ def test_texts_without_an_encoder_are_one_message(capsys: pytest.CaptureFixture[
     assert "--model MODEL" in capsys.readouterr().err
 
 
-def test_an_encoder_that_couples_rows_or_learned_these_data_is_refused(
-    say: Say, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_encoder_that_couples_rows_or_learned_them_is_refused(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     load = loading.load_base
 
     def coupled(*arguments: Any, **options: Any) -> Any:
@@ -206,9 +201,7 @@ def remove_tokenizer(encoder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [name_code, add_tokens, remove_tokenizer])
-def test_a_folder_that_is_no_encoder_is_refused_before_anything_is_charged(
-    say: Say, change: Callable[[Path], None]
-) -> None:
+def test_a_folder_that_is_no_encoder_is_refused_and_nothing_is_spent(say: Say, change: Callable[[Path], None]) -> None:
     change(Path(shutil.copytree(builtin.path("builtin:tiny"), "encoder")))
     code, _, error = say(*CLUSTERS, "--model", "encoder")
     assert (code, error.count("\n"), entries(), Path("ran").exists()) == (2, 1, 0, False)
@@ -222,9 +215,7 @@ def test_declared_values_are_read_as_the_data_are(say: Say) -> None:
     assert abs(value["other"]) < value["1"]
 
 
-def test_a_classifier_tells_labels_apart_and_classifies_a_file(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_classifier_tells_labels_of_a_file_apart(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write([{"text": text} for text in ("pain in the chest, worse", "  ", "a letter is asked for", "")], "new.jsonl")
     assert main(["classify", "classifier", "new.jsonl"]) == 0
     classified = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -251,9 +242,7 @@ def test_a_sentence_encoder_releases_and_classifies(say: Say, capsys: pytest.Cap
     assert main(["classify", "classifier", "new.jsonl", "--model", str(path)]) == 2
 
 
-def test_clusters_are_named_by_words_of_the_vocabulary_and_assign_a_file(
-    say: Say, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clusters_are_named_by_the_vocabulary_and_assign_a_file(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     assert say(*CLUSTERS)[0] == 0
     names = sorted(released("clusters").releases[0].value or {})
     assert [name[:3] for name in names] == ["01 ", "02 "]
@@ -305,9 +294,7 @@ def test_what_was_changed_afterwards_fails(folder: Path, capsys: pytest.CaptureF
     assert "failed" not in verdicts(capsys, "classifier", "--ledger", "l.sqlite").values()
 
 
-def test_an_entry_that_was_reserved_and_not_charged_pays_for_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_entry_that_was_not_charged_pays_for_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     statistics = released("classifier")
     event = statistics.releases[0].event
     request = RunRequest(event, statistics.delta, 2, statistics.unit, statistics.neighbouring_relation)
@@ -319,9 +306,7 @@ def test_an_entry_that_was_reserved_and_not_charged_pays_for_nothing(
 
 
 @pytest.mark.parametrize("odd", ["nan", "shape", "half", "pickle", "missing", "dry"])
-def test_a_file_that_is_not_what_was_released_classifies_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str], odd: str
-) -> None:
+def test_vectors_not_released_classify_nothing(folder: Path, capsys: pytest.CaptureFixture[str], odd: str) -> None:
     """No pickle is read, and shapes and numbers are looked at even where somebody made the hash fit."""
     path = folder / "vectors.safetensors"
     tensors = safetensors.numpy.load(path.read_bytes())
@@ -344,9 +329,7 @@ def test_a_file_that_is_not_what_was_released_classifies_nothing(
 
 
 def test_verify_of_a_folder_loads_no_torch(folder: Path) -> None:
-    program = "import sys; from dpllm.cli import main; code = main(['verify', 'classifier']); print(code, 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-1] == "0 False"
+    verifies_without_torch(folder)
 
 
 def change_weights(encoder: Path) -> None:
@@ -384,9 +367,7 @@ def test_only_the_encoder_of_the_release_classifies(folder: Path, change: str) -
     assert main(["classify", str(folder), "rows.jsonl", "--model", "encoder"]) == exit_code
 
 
-def test_a_folder_whose_labels_were_edited_is_applied_to_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_whose_labels_were_edited_classifies_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads((folder / "describe.json").read_text())
     record["releases"][0]["declared"]["values"] = ["no", "never"]
     (folder / "describe.json").write_text(json.dumps(record))

@@ -70,9 +70,7 @@ def test_text_of_every_file_of_a_source_is_searched_for(tmp_path: Path, source: 
         list(searched(run))
 
 
-def test_what_was_not_searched_for_is_said_and_every_file_is_searched_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_file_is_searched_for_and_what_was_not_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaks, "MOST_ROWS", 10)
     tiny.write_rows(tmp_path / "a.jsonl", [{"text": "nothing of note"}] * 90)
     tiny.write_rows(tmp_path / "b.jsonl", [{"text": ROWS[2][2]}] * 10)
@@ -101,9 +99,7 @@ def test_rows_that_are_others_by_now_are_searched_for_all_the_same(tmp_path: Pat
         next(sentences)
 
 
-def test_the_rows_are_found_from_another_directory_and_not_mistaken_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_found_from_elsewhere_and_not_mistaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative name may be another file where one stands now."""
     tiny.write_rows(tmp_path / "at" / "a.jsonl", [{"text": text} for _, _, text in ROWS])
     tiny.write_rows(tmp_path / "else" / "a.jsonl", [{"text": "nothing of note"}])

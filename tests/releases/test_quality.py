@@ -22,12 +22,13 @@ from dpllm.text.data import load_table
 from dpllm.text.prompts import keep_rows
 
 Json = dict[str, Any]
+Rows = list[Json]
 Run = tuple[RunDir, RunConfig]
 WORDS = {"home": "garden stairs kettle blanket", "clinic": "waiting corridor queue reception"}
 GROUPS = {1: 60, 8: 60}
 
 
-def rows(count: int, seed: int, *, shuffled: bool = False) -> list[Json]:
+def rows(count: int, seed: int, *, shuffled: bool = False) -> Rows:
     """Notes of which some words tell the visit, unless it is shuffled."""
     draw, written = random.Random(seed), []
     for number in range(count):
@@ -37,7 +38,7 @@ def rows(count: int, seed: int, *, shuffled: bool = False) -> list[Json]:
     return written
 
 
-def a_run(root: Path, train: list[Json], held: list[Json] | None, planted: bool = True, **data: Any) -> Run:
+def a_run(root: Path, train: Rows, held: Rows | None, planted: bool = True, **data: Any) -> Run:
     run = RunDir(root / "run")
     run.make()
     tiny.tokenizer().save_pretrained(run.export)
@@ -65,17 +66,15 @@ def statement(data: Json | None = None, **described: Any) -> privacy_record.Priv
     return privacy_record.read(cards.render_card(recipe, cards.plan(), cards.record(), None, statistics=statistics)[1])
 
 
-def measure(run: RunDir, config: RunConfig, samples: list[Json], record: Any) -> tuple[quality.Quality, Json]:
+def measure(run: RunDir, config: RunConfig, samples: Rows, record: Any) -> tuple[quality.Quality, Json]:
     return quality.measure(samples, quality.of_run(run, config, record))
 
 
-def write(run: RunDir, config: RunConfig, samples: list[Json], record: Any) -> quality.Quality:
+def write(run: RunDir, config: RunConfig, samples: Rows, record: Any) -> quality.Quality:
     return quality.report(samples, quality.of_run(run, config, record), run.private / quality.FOLDER, lambda line: None)
 
 
-def measured(
-    root: Path, train: list[Json], held: list[Json] | None, samples: list[Json], **data: Any
-) -> tuple[str, Json]:
+def measured(root: Path, train: Rows, held: Rows | None, samples: Rows, **data: Any) -> tuple[str, Json]:
     declared = {name: value for name, value in data.items() if "public" in name}
     result = measure(*a_run(root, train, held, **data), samples, statement(declared))
     return json.dumps(result[0].to_json(), sort_keys=True), result[1]
@@ -140,9 +139,7 @@ def test_repeated_words_are_counted_beside_held_out_rows(tmp_path: Path) -> None
         (MADE, TRAIN, [{"visit": "", "text": "?"}]),
     ],
 )
-def test_rows_with_nothing_to_measure_are_answered(
-    tmp_path: Path, samples: list[Json], train: list[Json], held: list[Json] | None
-) -> None:
+def test_nothing_to_measure_is_answered(tmp_path: Path, samples: Rows, train: Rows, held: Rows | None) -> None:
     run, config = a_run(tmp_path, train, held)
     assert write(run, config, samples, statement()).figures["rows: synthetic"] == len(samples)
 
@@ -220,9 +217,7 @@ def test_private_files_are_for_their_owner_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("public", [False, True])
 @pytest.mark.parametrize("eval_public", [False, True])
-def test_the_statement_decides_what_is_public_and_a_name_tells_it(
-    tmp_path: Path, public: bool, eval_public: bool
-) -> None:
+def test_the_statement_decides_what_is_public_and_names_tell(tmp_path: Path, public: bool, eval_public: bool) -> None:
     """So that verify, which sees names alone, finds whatever the writer would not have written."""
     run, config = a_run(tmp_path, TRAIN[:20], HELD[:20], planted=False, public=True, eval_public=True)
     declared = statement({"public": public, "eval_public": eval_public})

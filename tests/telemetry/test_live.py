@@ -130,9 +130,7 @@ def test_a_run_that_is_killed_leaves_its_last_file(prepared: SimpleNamespace) ->
     assert not [name for name, _ in samples if any(word in name for word in hidden)]
 
 
-def test_files_are_written_every_few_seconds_at_most(
-    prepared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_written_every_few_seconds(prepared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
     telemetry = begun(prepared)
@@ -145,9 +143,7 @@ def test_files_are_written_every_few_seconds_at_most(
     assert max(steps) > 50
 
 
-def test_a_full_disk_is_told_once_and_the_run_goes_on(
-    prepared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_told_once(prepared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(metrics, "write", Mock(side_effect=OSError(28, "No space left on device")))
     with begun(prepared) as telemetry:
         for number in (1, 2):
@@ -229,7 +225,7 @@ def test_a_project_is_a_name_and_no_path(project: str) -> None:
         TelemetryConfig(project=project)
 
 
-def hand_over(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def hand_over(name: str, folder: Path, capsys: Any) -> None:
     PartialState(cpu=True)
     folder.mkdir()
     settings = TelemetryConfig(
@@ -242,9 +238,7 @@ def hand_over(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "failed" not in capsys.readouterr().err
 
 
-def test_wandb_gets_values_under_the_names_of_the_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wandb_gets_the_names_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     hand_over("wandb", tmp_path / "private", capsys)
@@ -261,9 +255,7 @@ def test_wandb_gets_values_under_the_names_of_the_recipe(
     assert os.listdir(tmp_path) == ["private"]
 
 
-def test_mlflow_gets_values_under_the_names_of_the_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mlflow_gets_the_names_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     import mlflow
 
     monkeypatch.chdir(tmp_path)
