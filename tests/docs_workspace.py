@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import entropy
-import pytest
 import tiny
 import yaml
 from docs_pages import ROOT, Block, Command
@@ -194,8 +194,7 @@ def stopped_after(steps: int) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGINT)
         return rate(settings, step, num_steps)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LearningRate, "at", interrupt)
+    with mock.patch.object(LearningRate, "at", interrupt):
         yield
 
 
@@ -215,12 +214,7 @@ def environment(root: Path) -> Iterator[None]:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(root / "data_home"))
-        patch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-        patch.setenv("COLUMNS", "120")
-        before = dict(os.environ)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    with mock.patch.dict(os.environ, XDG_DATA_HOME=str(root / "data_home"), PATH=path, COLUMNS="120"):
         yield
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
     torch.set_num_threads(threads)

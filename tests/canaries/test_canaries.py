@@ -244,11 +244,6 @@ def test_examples_are_rows_of_each_format():
     assert turns == [("user", canary.carrier), ("assistant", "12345678")]
 
 
-def test_more_canaries_than_secrets_are_refused():
-    with pytest.raises(ConfigError, match=r"raise audit\.canaries\.digits"):
-        plan_canaries(CanaryConfig(groups={1: 9_950}, digits=4, references=100))
-
-
 def test_gradient_canaries_hold_slots_and_have_coins_of_their_own():
     config = AuditConfig(canaries=SMALL, gradient_canaries=400)
     assert num_slots(config, ROWS) == num_slots(ONLY_TEXT, ROWS) + 400

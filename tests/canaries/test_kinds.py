@@ -182,12 +182,6 @@ def test_new_tokens_are_one_for_each_canary_and_rarely_expected(source, tokenize
     assert expected[used].mean() < expected[source.first_ids].mean()
 
 
-def test_more_canaries_than_the_vocabulary_has_tokens_are_refused(source):
-    """The builtin vocabulary has a thousand tokens; a recipe's default is two thousand canaries and references."""
-    with pytest.raises(ConfigError, match=r"2040 canaries and references need .* the vocabulary has"):
-        plan_canaries(CanaryConfig(kind="new_tokens"), source=source, generator=random.Random(9))
-
-
 def test_kinds_of_the_base_model_need_one():
     for kind in set(KINDS) - {"digits"}:
         with pytest.raises(ConfigError, match="no model was given"):
@@ -200,6 +194,8 @@ def test_kinds_of_the_base_model_need_one():
     ("settings", "advice"),
     [
         ({"kind": "random_tokens", "tokens": 1, "groups": {1: 900}, "references": 100}, r"audit\.canaries\.tokens"),
+        ({"kind": "new_tokens"}, r"2040 canaries and references need .* the vocabulary has"),  # a thousand tokens
+        ({"groups": {1: 9_950}, "digits": 4, "references": 100}, r"raise audit\.canaries\.digits"),
         ({"groups": {1: 9_000_000_000}}, "distinct sentences"),
     ],
 )

@@ -292,11 +292,8 @@ def test_no_exact_value_reaches_any_public_byte(say: Say, monkeypatch: pytest.Mo
         write(written)
         for name in ("describe.json", "l.sqlite"):
             Path(name).unlink(missing_ok=True)
-        printed = say(*ASKED, *mode)
-        return list(values_counted), [
-            *printed,
-            Path("describe.json").read_bytes() if Path("describe.json").exists() else b"",
-        ]
+        printed, path = say(*ASKED, *mode), Path("describe.json")
+        return list(values_counted), [*printed, path.read_bytes() if path.exists() else b""]
 
     data = rows()
     changed = [{**row, "text": "x" * 500, "label": "secret", "age": 99} if row["who"] == "p7" else row for row in data]
