@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_models
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.publish.synthesize import SynthesisRequest
-from dpllm.recipe.config import RunConfig, dump_config
+from dpllm.recipe.config import dump_config
 from dpllm.releases import leaks
 from dpllm.releases.draft import DUPLICATE, Draft, filters, request_of, why_dropped
 from dpllm.releases.inference_budget import InferenceRequest
@@ -28,10 +29,9 @@ ROWS = [(number, name, f"{TEMPLATE} {name} owes {number} crowns to the bakery ne
 
 def a_run(root: Path, train: Any) -> RunDir:
     """A run directory with a recipe, and where its data lie."""
-    recipe = {"model": {"name_or_path": "m"}, "data": {"train": train}, "train": {"steps": 1}, "output_dir": "run"}
     run = RunDir(root / "run")
     run.private.mkdir(parents=True)
-    config = RunConfig.model_validate(recipe)
+    config = tiny_models.recipe(data={"train": train})
     run.config.write_text(dump_config(config))
     keep_rows(run.rows, config.data, load_table(config.data.train, config.data, "train", root / "cache"), None)
     return run

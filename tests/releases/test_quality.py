@@ -11,6 +11,7 @@ from typing import Any
 import cards
 import pytest
 import tiny
+import tiny_models
 
 from dpllm.canaries import canaries
 from dpllm.card import synthetic
@@ -44,14 +45,8 @@ def a_run(root: Path, train: Rows, held: Rows | None, planted: bool = True, **da
     tiny.tokenizer().save_pretrained(run.export)
     source = {"train": str(tiny.write_rows(root / "train.jsonl", train)), "control": ["visit"]}
     source |= {"eval": str(tiny.write_rows(root / "eval.jsonl", held))} if held else {}
-    recipe: Json = {
-        "model": {"name_or_path": "m"},
-        "data": {**source, **data},
-        "train": {"steps": 1},
-        "output_dir": str(run.root),
-        "audit": {"canaries": {"groups": GROUPS, "references": 100}} if planted else {},
-    }
-    config = RunConfig.model_validate(recipe)
+    audit = {"canaries": {"groups": GROUPS, "references": 100}} if planted else {}
+    config = tiny_models.recipe(data={**source, **data}, output_dir=str(run.root), audit=audit)
     files = (config.data.train, config.data.eval)
     tables = [load_table(file, config.data, "train", root) if file else None for file in files]
     keep_rows(run.rows, config.data, *tables)
