@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import house
@@ -107,5 +107,4 @@ def test_nothing_heavy_is_loaded(code: str, heavy: set[str]) -> None:
     program = (
         f"import sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\nprint('LOADED', *({heavy} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-1] == "LOADED"
+    assert run_program("-c", program).splitlines()[-1] == "LOADED"
