@@ -196,7 +196,8 @@ def add_tokens(encoder: Path) -> None:
 
 def remove_tokenizer(encoder: Path) -> None:
     """transformers makes one of five tokens, by which texts of one length are the same."""
-    for file in encoder.glob("tokenizer*"):
+    shutil.rmtree(encoder)
+    for file in sentence_encoders.save(encoder).glob("tokenizer*"):
         file.unlink()
 
 
