@@ -122,7 +122,7 @@ def test_what_is_no_export_is_one_clear_error(tmp_path: Path, damage):
         reserve(ledger)
         value = ledger.chain.export()
     assert len(read_export(value, tmp_path)) == 1
-    with pytest.raises(ConfigError, match="is no export of a ledger"):
+    with pytest.raises(ConfigError, match="is not an export of a ledger"):
         read_export(damage(value), tmp_path)
 
 
