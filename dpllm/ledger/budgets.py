@@ -81,7 +81,7 @@ def _setting_imports_aside(account: Account, new: Budget) -> Budget:
     if not imported < new.delta:
         raise Refused(
             f"dataset {account.dataset!r}: imported runs spent a delta of {imported:g}, so {new.delta:g} for everything "
-            "together leaves nothing. Set a larger --delta, or use other data.",
+            "together leaves nothing for runs. Set a larger --delta, or use other data.",
             dataset=account.dataset,
             reason="over_budget",
         )

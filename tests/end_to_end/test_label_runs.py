@@ -238,7 +238,7 @@ def test_what_cannot_be_randomised_or_trained_on_is_one_line(flipped: tuple[Plac
     refused(2, "more than --max-labels 1 labels", *flip, "--epsilon", "1", "--unit", "who", "--max-labels", "1")
     refused(2, "go together", *flip, "--epsilon", "1", "--unit", "who")
     refused(2, "--epsilon", *flip, "--epsilon", "0")
-    refused(2, "is there already", *flip, "--epsilon", "1", "--output", output)
+    refused(2, "exists already", *flip, "--epsilon", "1", "--output", output)
     text = tiny.write_rows(place.root / "text.jsonl", [{"text": "a"}])
     refused(2, "which format preference reads", "randomize-labels", text, "--ledger", place.ledger, "--epsilon", "1")
     with Ledger(place.ledger) as ledger:
@@ -286,7 +286,7 @@ def test_what_else_a_message_says_stays_behind(tmp_path: Path) -> None:
     result = [turn for row in lines(tmp_path / "given.flipped.jsonl") for field in row.values() for turn in field]
     assert {frozenset(turn) for turn in result} == {frozenset({"role", "content"})}
     rows[0]["chosen"] = [{"role": "assistant", "content": [{"type": "text", "text": "a", "score": 1}]}]
-    assert "whose content is no text" in flips(tmp_path, rows, name="parts").err
+    assert "whose content is not text" in flips(tmp_path, rows, name="parts").err
 
 
 def test_the_same_labels_in_another_layout_are_not_drawn_again(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_the_same_labels_in_another_layout_are_not_drawn_again(tmp_path: Path) -
 
 def test_a_pair_that_stands_twice_has_one_label(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "chosen": f"a{n}", "rejected": f"b{n}", "who": "p"} for n in (0, 1, 0)]
-    assert "stand there twice" in flips(tmp_path, rows).err
+    assert "has some pairs twice" in flips(tmp_path, rows).err
     assert flips(tmp_path, rows, "--unit", "who", "--max-labels", 3, name="of one").code == 0
 
 

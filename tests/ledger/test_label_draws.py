@@ -190,7 +190,7 @@ def test_data_of_a_budget_are_labels_and_no_texts(tmp_path: Path) -> None:
         texts, _ = dataset_policy.records_of(str(data), ledger, "example")
         assert ledger.records.conflict("notes", texts, None) is None
         text = written(tmp_path / "text.jsonl", [{"text": "a"}])
-        with pytest.raises(ConfigError, match="labels are of pairs"):
+        with pytest.raises(ConfigError, match="only pairs have labels"):
             dataset_policy.records_of(str(text), ledger, "example", "label_changed")
     assert draw(data, tmp_path / "l.sqlite").dataset == "labels of study"
     with pytest.raises(DpllmError):

@@ -98,7 +98,7 @@ UNDECLARED: dict[Kind, list[str]] = {
 def test_what_is_not_declared_is_refused(kind: Kind, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(kind, text, ".5")
-    assert f"--{kind} {text}: values have to be declared" in str(caught.value)
+    assert f"--{kind} {text}: values must be declared" in str(caught.value)
     assert OPTIONS[kind][1] in str(caught.value)
 
 

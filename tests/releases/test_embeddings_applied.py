@@ -226,7 +226,7 @@ def test_a_folder_whose_labels_were_edited_is_applied_to_nothing(
     (folder / "describe.json").write_text(json.dumps(record))
     assert main(["classify", str(folder), "rows.jsonl"]) == 2
     error = capsys.readouterr().err
-    assert ("not as it was released" in error, error.count("\n")) == (True, 1)
+    assert ("differs from what was released" in error, error.count("\n")) == (True, 1)
 
 
 def test_precision_and_evaluation_rows_of_a_recipe_change_no_vector(say: Say) -> None:
