@@ -163,14 +163,14 @@ class Records:
         It does not say how many are shared, which would tell how many guessed texts are records.
         """
         account = self.charged_to(dataset, derived_from)
-        known = self.known_as(records)
-        if known is not None:
-            if self.account_name(known) == account:
+        alias = self.known_as(records)
+        if alias is not None:
+            if self.account_name(alias) == account:
                 return None  # compared with all others when they were entered
             return Refused(
-                f"these very records are dataset {known!r} in the ledger, whatever the file is called: charged to {account!r}, "
-                f"they would have a second budget. Set privacy.dataset: {known}.",
-                dataset=known,
+                f"these very records are dataset {alias!r} in the ledger, whatever the file is called: charged to {account!r}, "
+                f"they would have a second budget. Set privacy.dataset: {alias}.",
+                dataset=alias,
                 reason="renamed",
             )
         share = ANY if account.startswith(LABELS) else LEAST_SHARE

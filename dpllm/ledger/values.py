@@ -269,7 +269,7 @@ def check_name(dataset: str) -> None:
         )
 
 
-def check_person(what: str, by: str, reason: str) -> None:
+def check_person(action: str, by: str, reason: str) -> None:
     """Refuses an entry without a named person and a reason."""
     if not (by.strip() and reason.strip()):
-        raise ConfigError(f"{what} by a named person with a reason: --by NAME --reason WHY")
+        raise ConfigError(f"{action} by a named person with a reason: --by NAME --reason WHY")

@@ -37,20 +37,20 @@ def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:
     """
     named = kind in ("quantiles", "shares")
     column, separator, declared = text.partition("=") if named else ("", "", text)
-    good = not named or bool(column and separator)
+    valid = not named or bool(column and separator)
     statistics: tuple[Statistic, ...] = (Statistic(kind),)
     if kind == "shares":
         columns, lists = zip(*map(_declared_values, text.split(layouts.SEPARATOR)), strict=True)
-        good &= len(set(columns)) == len(columns) and math.prod(map(len, lists)) <= MOST_CANDIDATES
-        good &= all(columns) and all(all(values) and len({*values, OTHER}) == len(values) + 1 for values in lists)
-        names = map(layouts.SEPARATOR.join, itertools.product(*lists)) if good else ()
+        valid &= len(set(columns)) == len(columns) and math.prod(map(len, lists)) <= MOST_CANDIDATES
+        valid &= all(columns) and all(all(values) and len({*values, OTHER}) == len(values) + 1 for values in lists)
+        names = map(layouts.SEPARATOR.join, itertools.product(*lists)) if valid else ()
         statistics = (Statistic(kind, layouts.SEPARATOR.join(columns), tuple(names)),)
     elif kind != "units":
         numbers, shares = _numbers(declared), _numbers(quantiles)
-        good &= len(numbers) >= 2 and list(numbers) == sorted(set(numbers)) and all(map(math.isfinite, numbers))
-        good &= bool(shares) and all(0 < share < 1 for share in shares)
+        valid &= len(numbers) >= 2 and list(numbers) == sorted(set(numbers)) and all(map(math.isfinite, numbers))
+        valid &= bool(shares) and all(0 < share < 1 for share in shares)
         statistics = tuple(Statistic(kind, column, (), numbers, share) for share in shares)
-    if not good:
+    if not valid:
         raise ConfigError(
             f"--{kind} {text}: values must be declared, because values read from the data are outside the guarantee. Declare "
             f"distinct values without ;, increasing numbers, or LOW:HIGH:PARTS, as in {OPTIONS[kind][1]}; quantiles lie "

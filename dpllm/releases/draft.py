@@ -91,8 +91,8 @@ class Draft:
         Raises:
             ConfigError: The file has other settings, or cannot be read.
         """
-        written = path.read_bytes() if path.exists() else b""
-        complete = written[: written.rfind(b"\n") + 1]
+        content = path.read_bytes() if path.exists() else b""
+        complete = content[: content.rfind(b"\n") + 1]
         try:
             lines = [json.loads(line) for line in complete.splitlines()]
             previous = lines[0].pop("settings").copy() if lines else settings
@@ -106,7 +106,7 @@ class Draft:
                 f"{path}: an interrupted call began with another {', '.join(changed)}, so their rows cannot be mixed. Type its "
                 "settings to continue it; or remove the file, after which private inference is charged again."
             )
-        if written:
+        if content:
             os.truncate(path, len(complete))
         self.path, self.lines = path, lines[1:]
         self.facts: dict[str, Any] = lines[0] if lines else begin()

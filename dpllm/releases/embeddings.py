@@ -119,10 +119,10 @@ def offered(
         if request.clusters:
             smallest = embedded.least_size(sigma, size)
             note = f"A cluster moves if it has {smallest:,} units or more, of {units:,}."
-            if request.clusters > (most := max(1, units // smallest)):
+            if request.clusters > (limit := max(1, units // smallest)):
                 raise ConfigError(
                     f"{units:,} units are too few for {request.clusters} clusters at epsilon {epsilon:g}: one below {smallest:,} "
-                    f"would hide in the noise. Type a larger --epsilon{f', or --clusters {most} or less' if most > 1 else ''}."
+                    f"would hide in the noise. Type a larger --epsilon{f', or --clusters {limit} or less' if limit > 1 else ''}."
                 )
         job, versions = _Job(config, request, source, sigma), processes.versions()
         software = {name: versions[name] for name in ("torch", "transformers")}

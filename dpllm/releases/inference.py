@@ -240,9 +240,9 @@ class _Job:
             yield [units[number] for number in numbers]
 
     def _text(self, number: int, batch: Sequence[Sequence[Row]], line: str) -> Sample:
-        drawn = self.tokens[number]
-        tokens = [token for token in drawn if token is not None]
-        remaining = self.request.max_new_tokens - len(drawn) if self.ends.isdisjoint(tokens) else 0
+        draws = self.tokens[number]
+        tokens = [token for token in draws if token is not None]
+        remaining = self.request.max_new_tokens - len(draws) if self.ends.isdisjoint(tokens) else 0
         if remaining:
             reader, prompts = self.reader, self._prompts(line)
             rows = [prompts([]), *(prompts(self._record(row)) for unit in batch for row in unit)]

@@ -132,7 +132,7 @@ def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float
         if error.reason not in ("overlap", "renamed"):
             raise
         raise Refused(
-            f"{table.name}: some of these labels belong to {error.dataset} in the ledger, and would have a second account. To "
+            f"{table.name}: some of these labels belong to {error.dataset} in the ledger, and would get a second account. To "
             f"charge them to the same people, type --dataset {error.dataset.removeprefix(LABELS)!r}.",
             dataset=error.dataset,
             reason=error.reason,

@@ -183,15 +183,15 @@ def _described(name: str, side: Side) -> Figures:
 
 def _learned(sides: Mapping[str, Side], column: str) -> Figures:
     """Train on synthetic, test on real (TSTR); train on as many real rows (TRTR); predict the most common value."""
-    written, train, evaluation = (sides.get(name) for name in (SYNTHETIC, TRAINING, EVALUATION))
-    if written is None or evaluation is None:
+    synthetic, train, evaluation = (sides.get(name) for name in (SYNTHETIC, TRAINING, EVALUATION))
+    if synthetic is None or evaluation is None:
         return {}
     truth = evaluation.labels[column]
-    usual = [max(sorted(set(truth)), key=truth.count, default="")] * len(truth)
-    figures = _accuracy(f"{column} by the commonest value", usual, truth)
-    figures |= _accuracy(f"{column} by TSTR", _predict(written, column, len(written.texts), evaluation), truth)
+    majority = [max(sorted(set(truth)), key=truth.count, default="")] * len(truth)
+    figures = _accuracy(f"{column} by the commonest value", majority, truth)
+    figures |= _accuracy(f"{column} by TSTR", _predict(synthetic, column, len(synthetic.texts), evaluation), truth)
     if train:
-        figures |= _accuracy(f"{column} by TRTR", _predict(train, column, len(written.texts), evaluation), truth)
+        figures |= _accuracy(f"{column} by TRTR", _predict(train, column, len(synthetic.texts), evaluation), truth)
     return figures
 
 
@@ -215,11 +215,11 @@ def _accuracy(name: str, predicted: Sequence[str] | None, truth: Sequence[str]) 
     """Accuracy with 95% limits by Clopper and Pearson."""
     if not predicted or not truth:
         return {f"{name}: accuracy": None}
-    right, total = sum(map(operator.eq, predicted, truth)), len(truth)
+    correct, total = sum(map(operator.eq, predicted, truth)), len(truth)
     return {
-        f"{name}: accuracy": right / total,
-        f"{name}: accuracy, low": 1 - _upper_percent(total - right, right),
-        f"{name}: accuracy, high": _upper_percent(right, total - right),
+        f"{name}: accuracy": correct / total,
+        f"{name}: accuracy, low": 1 - _upper_percent(total - correct, correct),
+        f"{name}: accuracy, high": _upper_percent(correct, total - correct),
     }
 
 

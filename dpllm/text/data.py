@@ -233,8 +233,8 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path, co
         raise DataError(f"{title}: has no rows. Check data.train and its split.")
     if missing:
         raise DataError(f"{title}: no row has a column {min(missing)!r}. Name a column of the data.")
-    read = in_words(layout, data.columns, data.control)
-    return Table(title, rows, layout.format, content.hexdigest(), read, tuple(sizes), first)
+    description = in_words(layout, data.columns, data.control)
+    return Table(title, rows, layout.format, content.hexdigest(), description, tuple(sizes), first)
 
 
 def load_held_out(data: DataConfig, cache_dir: Path) -> Table | None:
@@ -324,8 +324,8 @@ def _owners_of(table: Table, number: int, row: Row, data: DataConfig) -> list[st
         )
     if owner_names_of_row := owner_names(row.unit, data):
         return owner_names_of_row
-    near = [] if data.unit in table.columns else difflib.get_close_matches(data.unit, table.columns, 1)
-    fix = f"Did you mean {near[0]!r}?" if near else "Fill in the value, drop the row, or name another column there."
+    hits = [] if data.unit in table.columns else difflib.get_close_matches(data.unit, table.columns, 1)
+    fix = f"Did you mean {hits[0]!r}?" if hits else "Fill in the value, drop the row, or name another column there."
     raise DataError(
         f"{table.location(number)} has no value in column {data.unit!r}, which data.unit names, so its owner is unknown and "
         f"could not be protected. {fix}"

@@ -46,17 +46,17 @@ def write_rows(rows: Any, columns: Collection[str], folder: Path, name: str, ear
     Guarantee:
         How a row is written depends on that row alone; other rows can only cause a refusal of all rows.
     """
-    used = {*columns, *TEMPLATE_COLUMNS, *COLUMNS}
+    readable = {*columns, *TEMPLATE_COLUMNS, *COLUMNS}
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor, written = tempfile.mkstemp(dir=folder, suffix=".part")
-    part, number = Path(written), 0
+    descriptor, part_name = tempfile.mkstemp(dir=folder, suffix=".part")
+    part, number = Path(part_name), 0
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             table = _is_frame(rows) or bool(getattr(rows, "features", None))
             kinds = rows.dtypes.items() if _is_frame(rows) else ()
             numbers = {column for column, kind in kinds if _NUMBERS.match(str(kind))}
-            for number, row in enumerate(_rows(rows, used, name), start=1):
-                file.write(_line(row, used, f"{name}: row {number}", table=table, numbers=numbers))
+            for number, row in enumerate(_rows(rows, readable, name), start=1):
+                file.write(_line(row, readable, f"{name}: row {number}", table=table, numbers=numbers))
         if not number:
             raise DataError(f"{name}: holds no rows. Give at least one.")
         if earlier is not None and earlier.is_file() and filecmp.cmp(earlier, part, shallow=False):
@@ -71,7 +71,7 @@ def _is_frame(rows: Any) -> bool:
     return hasattr(rows, "iloc") and hasattr(rows, "columns")
 
 
-def _rows(rows: Any, used: Collection[str], name: str) -> Iterator[Any]:
+def _rows(rows: Any, readable: Collection[str], name: str) -> Iterator[Any]:
     if isinstance(rows, str | os.PathLike | bytes | Mapping):
         kind = "dict" if isinstance(rows, Mapping) else type(rows).__name__
         raise DataError(
@@ -81,14 +81,14 @@ def _rows(rows: Any, used: Collection[str], name: str) -> Iterator[Any]:
     if _is_frame(rows):
         if not rows.columns.is_unique:
             raise DataError(f"{name}: has two columns of one name, so one would be lost. Rename one.")
-        columns = [column for column in rows.columns if column in used]
+        columns = [column for column in rows.columns if column in readable]
         for column in columns:
             kind = getattr(getattr(rows[column], "cat", None), "categories", rows[column]).dtype
             _check(column, str(kind), bool(_DECLARED.fullmatch(str(kind))), name)
         for start in range(0, len(rows), ROWS_AT_ONCE):
             yield from rows.iloc[start : start + ROWS_AT_ONCE][columns].to_dict("records")
     elif getattr(rows, "features", None):  # a Dataset
-        columns = [column for column in rows.features if column in used]
+        columns = [column for column in rows.features if column in readable]
         for column in columns:
             kind = rows.features[column]
             flat = getattr(kind, "dtype", None)
@@ -111,11 +111,11 @@ def _check(column: str, kind: str, declared: bool, name: str) -> None:
         )
 
 
-def _line(row: Any, used: Collection[str], location: str, *, table: bool, numbers: Collection[str]) -> str:
+def _line(row: Any, readable: Collection[str], location: str, *, table: bool, numbers: Collection[str]) -> str:
     if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
         raise DataError(f"{location} is a {type(row).__name__}; a dict with names of columns is expected.")
     values = {}
-    for column in row.keys() & used:
+    for column in row.keys() & readable:
         try:
             values[column] = _plain(row[column], table)
             if table and isinstance(values[column], int) and column not in numbers:

@@ -400,8 +400,8 @@ def texts_of(row: Row, fmt: Format) -> list[tuple[str, Format, Row]]:
     for side in FIELDS["preference"][1:]:
         parts = {"prompt": prompt, "completion": row.parts[side]}
         chat = isinstance(prompt, list)
-        read = replace(row, parts={**shared, **of_chats(parts)} if chat else parts)
-        texts.append((side, "messages" if chat else "prompt_completion", read))
+        answer_row = replace(row, parts={**shared, **of_chats(parts)} if chat else parts)
+        texts.append((side, "messages" if chat else "prompt_completion", answer_row))
     return texts
 
 

@@ -77,14 +77,14 @@ def choose_rows(owners_of_rows: Iterable[Sequence[str]], limit: int) -> tuple[Se
             digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).digest()
             owner_E.append(numbers.setdefault(digest, len(numbers)))
         start_N.append(len(owner_E))
-    chosen, held_U = array("q"), [0] * len(numbers)
+    kept_rows, held_U = array("q"), [0] * len(numbers)
     for row in np.argsort(np.diff(start_N), kind="stable").tolist():
         owners = owner_E[start_N[row] : start_N[row + 1]]
         if all(held_U[owner] < limit for owner in owners):
-            chosen.append(row)
+            kept_rows.append(row)
             for owner in owners:
                 held_U[owner] += 1
-    return array("q", sorted(chosen)), Graph(len(start_N) - 1, len(chosen), len(numbers), limit)
+    return array("q", sorted(kept_rows)), Graph(len(start_N) - 1, len(kept_rows), len(numbers), limit)
 
 
 def is_empty(row: Row, fmt: Format) -> bool:

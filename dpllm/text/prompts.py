@@ -150,10 +150,10 @@ def keep_rows(path: Path, data: DataConfig, train: Table, held_out: Table | None
     # A text counts once per unit, however many of its rows hold it, so one unit cannot make it a template.
     unit_K2 = np.unique(np.frombuffer(bytes(owned_digests), f"S{2 * _BYTES}")).view(f"S{_BYTES}").reshape(-1, 2)
     record: dict[str, Any] = {"units": len(np.unique(unit_K2[:, 0])), "digests": unit_K2[:, 1].tobytes().hex()}
-    for side, source, read in (("training", data.train, train), ("evaluation", data.eval, held_out)):
-        if source is not None and read is not None:
+    for side, source, loaded in (("training", data.train, train), ("evaluation", data.eval, held_out)):
+        if source is not None and loaded is not None:
             places = [str(Path(name).absolute()) if Path(name).exists() else name for name in expand(source)]
-            record[side] = {"places": places, "digest": read.digest}
+            record[side] = {"places": places, "digest": loaded.digest}
     write_json(path, record, mode=0o600)
 
 
@@ -174,8 +174,8 @@ def read_again(record: Path, data: DataConfig, side: Side, cache_dir: Path) -> t
 
 def read_same(record: Path, data: DataConfig, side: Side, cache_dir: Path) -> Table:
     """Reads the same rows as the run; changed rows, for which nothing was declared, are a DataError."""
-    table, same = read_again(record, data, side, cache_dir)
-    if not same:
+    table, unchanged = read_again(record, data, side, cache_dir)
+    if not unchanged:
         raise DataError(
             f"the {side} data are not those that the run read, so figures would describe other rows. Restore them."
         )

@@ -117,17 +117,15 @@ def read_rows(source: str, data: DataConfig, split: str) -> Iterator[Raw]:
         DataError: The source is missing, damaged or of an unknown kind.
     """
     path = builtin.path(source) if names.is_builtin(source) else Path(source)
-    read = READERS.get(suffix := suffix_of(path))
-    if read and path.is_file():
+    reader = READERS.get(suffix := suffix_of(path))
+    if reader and path.is_file():
         try:
-            yield from read(path, data.csv)
+            yield from reader(path, data.csv)
         except (*_PACKED, LookupError, csv.Error, *_VALUES) as error:
             # The parser's message may quote the row; the type of the error does not.
             is_encoding_error = isinstance(error, UnicodeError | LookupError)
-            encoding_advice = (
-                ", or name its data.csv.encoding, such as cp1252" if "csv" in suffix or "tsv" in suffix else ""
-            )
-            fix = f" Save it as UTF-8{encoding_advice}." if is_encoding_error else ""
+            advice = ", or name its data.csv.encoding, such as cp1252" if "csv" in suffix or "tsv" in suffix else ""
+            fix = f" Save it as UTF-8{advice}." if is_encoding_error else ""
             raise DataError(f"{source}: cannot be read as {suffix} ({type(error).__name__}).{fix}") from None
     elif path.is_dir():
         yield from _read_saved(path, split)
@@ -187,8 +185,8 @@ def _of_split(path: Path, split: str, cache_dir: Path) -> list[str]:
     with _for_datasets(path) as folder:
         builder = datasets.load_dataset_builder(str(folder), cache_dir=str(cache_dir))
         files_of = {  # a file may be named by several patterns
-            str(name): {Path(file).relative_to(folder.resolve()) for file in of_it}
-            for name, of_it in (builder.config.data_files or {}).items()
+            str(name): {Path(file).relative_to(folder.resolve()) for file in split_files}
+            for name, split_files in (builder.config.data_files or {}).items()
         }
     in_split = sorted(str(path / file) for file in _select(files_of, split, path))
     if unread := {suffix_of(Path(file)) for file in in_split} - READERS.keys():
