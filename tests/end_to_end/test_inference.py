@@ -186,7 +186,7 @@ def test_other_settings_do_not_go_on_with_paid_draws(place: Place) -> None:
         (("--temperature", 0), "--temperature is 0.0"),
         (("--temperature", "nan"), "--temperature is nan"),
         (("--prompt", "\udcff {text}"), "in place of the record"),
-        (("--model.adapter", "somewhere"), "nothing trains here"),
+        (("--model.adapter", "somewhere"), "nothing is trained here"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_spent(

@@ -224,7 +224,7 @@ def test_a_draw_that_died_is_paid_and_its_labels_are_drawn_again_only_at_a_secon
         patch.setattr(labels, "flipped", dies)
         assert dpllm_(*command).code == 1
     assert not (place.root / "own.randomized.jsonl").exists()
-    refused(3, "One never ended", *command)
+    refused(3, "One draw never ended", *command)
     done(*command, "--again")
     with Ledger(place.ledger) as ledger:
         assert [run.event for run in ledger.runs("labels of own")] == [PureDP(1.0)] * 2
@@ -329,7 +329,7 @@ def test_a_part_of_labels_that_were_drawn_is_charged_to_the_same_people(tmp_path
 
 def test_units_and_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "chosen": f"a{n}", "rejected": f"b{n}"} for n in range(3)]
-    assert "follows from the label" in flips(tmp_path, rows, "--unit", "chosen", "--max-labels", 1).err
+    assert "the label decides" in flips(tmp_path, rows, "--unit", "chosen", "--max-labels", 1).err
     assert "ends with .jsonl" in flips(tmp_path, rows, "--output", tmp_path / "x.json").err
     assert not (tmp_path / "given.flipped.jsonl").exists()
 

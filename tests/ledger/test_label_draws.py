@@ -115,7 +115,7 @@ def test_a_draw_that_was_killed_is_not_drawn_again(tmp_path: Path) -> None:
         )
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    with pytest.raises(Refused, match=r"randomised before \(labels of .*One never ended"):
+    with pytest.raises(Refused, match=r"randomised before \(labels of .*One draw never ended"):
         draw(data, ledger)
     assert draw(data, ledger, again=True).account_epsilon == 2.0
 

@@ -164,8 +164,8 @@ def test_statistics_of_a_final_call_are_admitted_together_and_are_the_last(say: 
 @pytest.mark.parametrize(
     ("words", "exit_code", "message"),
     [
-        (["--shares", "label"], 2, "to be declared"),
-        (["--quantiles", "age"], 2, "to be declared"),
+        (["--shares", "label"], 2, "must be declared"),
+        (["--quantiles", "age"], 2, "must be declared"),
         (["--shares", "diagnosis=yes,no"], 2, "no row has a column 'diagnosis'"),
         ([], 2, "no statistic is asked"),
         (["--lengths", "8,16"], 2, "--model MODEL"),
