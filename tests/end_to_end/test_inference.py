@@ -178,7 +178,7 @@ def test_other_settings_do_not_go_on_with_paid_draws(place: Place) -> None:
         (("--epsilon", 1e-9), "gives no guarantee"),
         (("--batch", 41), "0 texts fit"),
         (("--prompt", "Write something."), "in place of the record"),
-        (("--data.max_length", 126), "exceed the 128 that the model reads"),
+        (("--data.max_length", 126), "exceed the 128 positions of the model"),
         (("--data.control", "[visit]"), "each needs the other"),
         (("--max-new-tokens", 0), "Type 1 or more of both"),
         (("--seed", 3), "has no effect with --by inference"),

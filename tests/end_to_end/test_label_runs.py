@@ -244,7 +244,7 @@ def test_what_cannot_be_randomised_or_trained_on_is_one_line(flipped: tuple[Plac
     with Ledger(place.ledger) as ledger:
         assert ledger.datasets() == ["labels of notes"]  # none of these was charged
     train = ("train", place.recipe)
-    refused(2, "were randomised (flipped.labels.json lies beside it)", *train, "--data.train", output)
+    refused(2, "were randomised (flipped.labels.json is next to it)", *train, "--data.train", output)
     refused(3, "not the file that", *train, "--data.train", other, *trained_on(output)[2:])
     refused(2, "sets how often they are wrong", *train, *trained_on(output), "--train.label_smoothing", "0.1")
     refused(2, "is not the 1 of data.label_record", *train, *trained_on(output), "--data.label_epsilon", "2")
