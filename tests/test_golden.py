@@ -39,13 +39,13 @@ def verified(folder: Path) -> list[str]:
 
 
 def exported(folder: Path) -> list[str]:
-    ledger, who = ["--ledger", str(folder / "ledger.sqlite")], ["--by", "alice", "--reason", "study 7"]
-    assert (
-        main(["ledger", "init", "notes", "--epsilon", "8", "--delta", "1e-5", "--import-delta", "1e-6", *who, *ledger])
-        == 0
-    )
-    assert main(["ledger", "import", "notes", "--run", "lora", "--epsilon", "1", "--delta", "1e-6", *who, *ledger]) == 0
-    assert main(["ledger", "except", "notes", *who, *ledger]) == 0
+    ledger = ["--ledger", str(folder / "ledger.sqlite")]
+    for words in (
+        "init notes --epsilon 8 --delta 1e-5 --import-delta 1e-6",
+        "import notes --run lora --epsilon 1 --delta 1e-6",
+        "except notes",
+    ):
+        assert main(["ledger", *words.split(), "--by", "alice", "--reason", "study 7", *ledger]) == 0
     return ["ledger", "export", *ledger]
 
 

@@ -21,8 +21,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True)
-    (made,) = folder.glob("dpllm-*.whl")
-    return made
+    return next(folder.glob("dpllm-*.whl"))
 
 
 @pytest.mark.full
@@ -32,27 +31,21 @@ def test_a_wheel_trains_and_verifies_away_from_the_repository(wheel: Path, tmp_p
     subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True)
     # The dependencies are this environment's; a .pth file there, such as that of an editable dpllm, is not followed from
     # PYTHONPATH.
-    home = {
-        "PYTHONPATH": sysconfig.get_paths()["purelib"],
-        "HOME": str(tmp_path),
-        "XDG_DATA_HOME": str(tmp_path / "data"),
-    }
-    environment = {**os.environ, **home, "HF_HUB_OFFLINE": "1"}
+    home = {"HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "data"), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **home, "PYTHONPATH": sysconfig.get_paths()["purelib"]}
 
     def run(*arguments: str) -> str:
-        command = [str(python), "-m", "dpllm", *arguments]
+        command = [str(python), *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    where = [python, "-c", "import dpllm; print(dpllm.__file__)"]
-    result = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
-    assert str(tmp_path) in result
+    assert str(tmp_path) in run("-c", "import dpllm; print(dpllm.__file__)")
     recipe = "builtin:smoke/clinic.yaml"
-    assert "epsilon" in run("plan", recipe)
-    run("train", recipe, "--train.steps", "2", "--output_dir", "one")
-    run("card", "one")
-    assert "verified" in run("verify", "one")
+    assert "epsilon" in run("-m", "dpllm", "plan", recipe)
+    run("-m", "dpllm", "train", recipe, "--train.steps", "2", "--output_dir", "run")
+    run("-m", "dpllm", "card", "run")
+    assert "verified" in run("-m", "dpllm", "verify", "run")
 
 
 def test_a_wheel_holds_what_is_embedded(wheel: Path) -> None:

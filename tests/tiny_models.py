@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -242,6 +243,23 @@ class Toy(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False) -> Any:
         return SimpleNamespace(logits=self.head(self.hidden(self.embed(input_ids))))
+
+
+class Made(Toy):
+    """A toy whose hidden states ``make`` makes of the toy and of the embedded tokens."""
+
+    def __init__(self, make: Callable[[Any, Tensor], Tensor], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.hidden = partial(make, self)  # type: ignore[method-assign]
+
+
+class Packed(Made):
+    """Has no attention, so that a pass of many rows can run it."""
+
+    _supports_attention_backend = True
+
+    def forward(self, input_ids: Tensor, position_ids: Any = None, use_cache: bool = False) -> Any:
+        return super().forward(input_ids)
 
 
 class Cancelling(Toy):

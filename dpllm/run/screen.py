@@ -294,12 +294,13 @@ def summary_table(public: dict[str, Any]) -> Table:
     won = [
         f"{public[key]:.1%} {when}" for when in ("before", "after") if public.get(key := f"eval_reward_accuracy_{when}")
     ]
+    unseen = f"private: {private}" if private else "not measured: data.eval is not set"
     lost_steps = f"; {lost} more were charged and lost" if lost else ""
     promise = f"epsilon {public['epsilon']:.3f} at delta {public['delta']:g}" if holds else f"none: {public['reason']}"
     rows = {
         "steps": f"{public['steps_taken'] - lost} of {public['steps_planned']}{lost_steps}",
         "guarantee": promise,
-        "held-out loss": f"{shown} (nats per token)" if shown else private and f"private: {private}",
+        "held-out loss": f"{shown} (nats per token)" if shown else unseen,
         "reward accuracy": ", ".join(won) or None,
         "charged to": public["dataset"],
         "to publish": f"{public['export']}/",

@@ -1,9 +1,9 @@
-"""Attacks on tokens are what their formulas say, sequence by sequence, and the table reads back as it was written."""
+"""Attacks on tokens are what their formulas say, extraction is exact to the last sample, and the table reads back."""
 
-from __future__ import annotations
-
+import json
 import math
 from dataclasses import fields, replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -13,36 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 from scipy import stats
-from score_tables import row
+from score_tables import row, token_table
 
 from dpllm.auditing import attacks, statistics
-from dpllm.auditing.attacks import TOKEN_ATTACKS
+from dpllm.auditing.attacks import SCHEMES, TOKEN_ATTACKS, attempts, log_prob, sampled_extraction
 from dpllm.auditing.table import TokenTable, read_tokens, sum_up, write_tokens
 from dpllm.errors import ConfigError
 
-# Scores.
 
-
-def test_attacks_have_a_fixed_direction():
+def test_attacks_have_a_fixed_direction_and_extraction_counts_each_side():
     rows = [row("a", tuned=-5.0, base=-9.0), row("b", tuned=-6.0, base=-6.0)]
     assert attacks.ATTACKS["ratio"](rows) == pytest.approx([4.0, 0.0])
     assert attacks.ATTACKS["loss"](rows) == pytest.approx([-5.0, -6.0])
     assert attacks.base_loss(rows) == pytest.approx([-9.0, -6.0])
-
-
-def test_extraction_counts_each_side_and_the_control():
-    rows = [
-        row("a", tuned_greedy=True, base_greedy=True),
-        row("b", tuned_greedy=True),
-        row("c"),
-        row("d", inserted=False, tuned_greedy=True),
-        row("e", inserted=False),
-    ]
+    rows = [row("a", tuned_greedy=True, base_greedy=True), row("b", tuned_greedy=True), row("c")]
+    rows += [row("d", inserted=False, tuned_greedy=True), row("e", inserted=False)]
     expected = {"inserted": 3, "tuned": 2, "base": 1, "held_out": 2, "held_out_tuned": 1}
     assert attacks.greedy_extraction(rows) == expected
-
-
-# The primary score.
 
 
 @pytest.mark.parametrize("left", [0.0, 0.4, 1.0])
@@ -63,24 +50,18 @@ def test_the_calibrated_score_takes_off_what_the_base_model_explains(left, seed)
     assert areas["calibrated"] > max(areas.values()) - 0.01
 
 
-def test_the_slope_does_not_know_the_coins(seed):
+def test_the_slope_does_not_know_the_coins_and_is_that_of_the_ratio_without_anything_to_fit(seed):
     rng = np.random.default_rng([seed, 21])
     rows = [row(f"c{i}", 1, bool(rng.random() < 0.5), rng.normal(), rng.normal()) for i in range(50)]
     turned = [replace(one, inserted=not one.inserted) for one in rows]
     assert attacks.slope(rows) == attacks.slope(turned)
-
-
-def test_without_anything_to_fit_the_slope_is_that_of_the_ratio():
     assert attacks.slope([]) == 1.0
     assert attacks.slope([row("a", base=-3.0), row("b", base=-3.0, tuned=-1.0)]) == 1.0
 
 
-# The token table.
-
-
 def make_table(lengths: list[int], seed: int = 0, certain: bool = False) -> TokenTable:
-    rng, count = np.random.default_rng(seed), sum(lengths)
-    columns = {}
+    rng, count, size = np.random.default_rng(seed), sum(lengths), len(lengths)
+    columns = {"secret_N": np.ones(count, dtype=bool), "word_N": np.arange(count)}
     for which in ("tuned", "base"):
         columns[f"{which}_log_prob_N"] = -rng.gamma(1.0, 2.0, count)
         columns[f"{which}_mean_N"] = -rng.gamma(2.0, 1.0, count)
@@ -88,16 +69,10 @@ def make_table(lengths: list[int], seed: int = 0, certain: bool = False) -> Toke
         columns[f"{which}_argmax_N"] = rng.random(count) < 0.5
         kept = rng.random(count) < 0.8
         columns[f"{which}_top_k_log_prob_N"] = np.where(kept, columns[f"{which}_log_prob_N"] / 2, -np.inf)
-    return TokenTable(
-        tuple(f"c{index}" for index in range(len(lengths))),
-        rng.integers(20, 90, len(lengths)),
-        np.repeat(np.arange(len(lengths)), lengths),
-        **columns,
-        groups=tuple(index % 3 for index in range(len(lengths))),
-        coins=tuple(index % 2 == 0 if index % 3 else None for index in range(len(lengths))),
-        secret_N=np.ones(count, dtype=bool),
-        word_N=np.arange(count),
-    )
+    groups = tuple(index % 3 for index in range(size))
+    coins = tuple(index % 2 == 0 if index % 3 else None for index in range(size))
+    names, owner_N = tuple(f"c{index}" for index in range(size)), np.repeat(np.arange(size), lengths)
+    return TokenTable(names, rng.integers(20, 90, size), owner_N, **columns, groups=groups, coins=coins)
 
 
 def naive(name: str, table: TokenTable, sequence: int) -> float:
@@ -200,3 +175,105 @@ def test_a_damaged_table_is_one_clear_error(tmp_path: Path, damage: str) -> None
         parquet.write_table(pyarrow.table({"canary_id": ["a"]}), path)
     with pytest.raises(ConfigError, match="token table"):
         read_tokens(path)
+
+
+def table_from(tuned, base, rows=(), **columns):
+    """A table from lists of log-probabilities, and of other columns, one list for each sequence."""
+    whose = {"groups": tuple(one.group for one in rows), "coins": tuple(one.inserted for one in rows)} if rows else {}
+    columns = {f"{name}_N": np.concatenate(values) for name, values in columns.items()}
+    return token_table(tuned, base, [one.canary_id for one in rows] or None, **whose, **columns)
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    st.fractions(Fraction(1, 400), Fraction(399, 400)),
+    st.sampled_from([Fraction(1, 10), Fraction(1, 2), Fraction(9, 10)]),
+)
+def test_attempts_are_the_smallest_number_that_reaches_the_probability(p_z, p):
+    n = int(attempts(math.log(p_z), float(p)))
+    assert 1 - (1 - p_z) ** n >= p
+    assert n == 1 or 1 - (1 - p_z) ** (n - 1) < p
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(1, 60), st.sampled_from([0.1, 0.5, 0.9]))
+def test_a_number_of_attempts_that_is_just_enough_is_not_rounded_up(n, p):
+    """p_z is chosen so that n is exact: float64 must not make n + 1 of it."""
+    log_p = math.log(-math.expm1(math.log1p(-p) / n))
+    assert attempts(log_p, p) == n
+
+
+def test_attempts_lose_nothing_at_the_ends():
+    num_attempts = attempts([math.log(1e-300), math.log1p(-1e-16), 0.0, -np.inf, -1e6, -690.0], 0.5)
+    assert num_attempts[0] == pytest.approx(math.log(2) * 1e300, rel=1e-12)
+    assert num_attempts[1:5].tolist() == [1.0, 1.0, math.inf, math.inf]
+    assert num_attempts[5] == pytest.approx(math.log(2) * math.exp(690), rel=1e-12)
+    # One sample gives p_z = 1 - 1e-16 even where p is as near to 1 as float64 can be.
+    assert attempts(math.log1p(-1e-16), 1 - 2**-52) == 1
+    # 1 - p_z is above 2^-52, but 1 - exp(log p_z) is not.
+    assert attempts(-2.4e-16, 1 - 2**-52) == 2
+    # Both formulas meet at their seams.
+    for seam in (-math.log(2), -40.0):
+        low, high = attempts([seam - 1e-9, seam + 1e-9], 0.9)
+        assert low == pytest.approx(high, rel=1e-8)
+
+
+@pytest.mark.parametrize(("log_p", "p"), [(-1.0, 0.0), (-1.0, 1.0), (0.1, 0.5), (math.nan, 0.5), (-1.0, math.nan)])
+def test_values_out_of_range_are_refused(log_p, p):
+    with pytest.raises(ValueError, match="attempts needs"):
+        attempts(log_p, p)
+
+
+def test_a_sequence_is_the_product_of_its_tokens():
+    top_k = {"tuned_top_k_log_prob": [[-0.5, -np.inf], [-0.25]], "base_top_k_log_prob": [[-1.0, -1.0], [-np.inf]]}
+    table = table_from([[-1.0, -2.0], [-0.5]], [[-3.0, -4.0], [-5.0]], **top_k)
+    assert log_prob(table, "tuned").tolist() == [-3.0, -0.5]
+    assert log_prob(table, "base").tolist() == [-7.0, -5.0]
+    assert log_prob(table, "tuned", "top_k").tolist() == [-math.inf, -0.25]
+    assert log_prob(table, "base", "top_k").tolist() == [-2.0, -math.inf]
+    assert log_prob(table_from([[1e-5]], [[-1.0]]), "tuned").tolist() == [0.0]  # rounding above a probability of one
+
+
+SECRETS = [
+    # tuned, base, and what each row is: two inserted, one held out, one reference, one of another group
+    ([math.log(0.5), 0.0], [-9.0, -9.0], row("c0", 1, True)),
+    ([math.log(0.01), 0.0], [-9.0, -9.0], row("c1", 1, True)),
+    ([-9.0, -9.0], [-9.0, -9.0], row("c2", 1, False)),
+    ([math.log(1e-3), 0.0], [-9.0, -9.0], row("c3", 0, None)),
+    ([0.0, 0.0], [-1.0, 0.0], row("c4", 8, True)),
+]
+
+
+def test_counts_stand_beside_their_controls():
+    extraction = sampled_extraction(table_from(*zip(*SECRETS, strict=True)))
+    assert list(extraction) == ["1", "8"]
+    once = extraction["1"]
+    assert once["canaries"] == {"inserted": 2, "base": 2, "held_out": 2}
+    plain = once["all_tokens"]
+    half = {n: counts["inserted"] for n, counts in plain["discoverable"]["0.5"].items()}
+    assert half == {"1": 1, "10": 1, "100": 2, "1000": 2, "10000": 2}
+    assert plain["discoverable"]["0.9"]["1"] == {"inserted": 0, "base": 0, "held_out": 0}
+    assert plain["discoverable"]["0.5"]["1000"] == {"inserted": 2, "base": 0, "held_out": 1}
+    assert plain["median_attempts"]["inserted"] == 69
+    assert plain["median_attempts"]["held_out"] == math.ceil(math.log(2) * math.exp(18) * (1 - 1e-12))
+    assert extraction["8"]["all_tokens"]["median_attempts"] == {"inserted": 1, "base": 2, "held_out": 693}
+
+
+def test_what_can_never_be_drawn_and_a_side_without_canaries_are_counted():
+    table = table_from(*zip(*SECRETS, strict=True), tuned_top_k_log_prob=[[-np.inf, 0.0]] * 5)
+    extraction = sampled_extraction(table)
+    assert extraction["1"]["top_k"]["never"] == {"inserted": 2, "base": 0, "held_out": 2}
+    assert extraction["1"]["top_k"]["median_attempts"]["inserted"] is None
+    assert extraction["1"]["top_k"]["discoverable"]["0.1"]["10000"]["inserted"] == 0
+    assert json.loads(json.dumps(extraction, allow_nan=False)) == extraction
+    result = sampled_extraction(table_from(*zip(*SECRETS[:2], strict=True)))["1"]
+    assert result["canaries"]["held_out"] == 0
+    assert result["all_tokens"]["median_attempts"]["held_out"] is None
+
+
+def test_the_order_of_rows_does_not_matter_and_the_grid_is_the_stated_one():
+    extraction = sampled_extraction(table_from(*zip(*SECRETS, strict=True)))
+    assert extraction == sampled_extraction(table_from(*zip(*SECRETS[::-1], strict=True)))
+    for scheme in SCHEMES:
+        counts = extraction["1"][scheme]["discoverable"]
+        assert (list(counts), list(counts["0.1"])) == (["0.1", "0.5", "0.9"], ["1", "10", "100", "1000", "10000"])

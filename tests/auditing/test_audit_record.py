@@ -1,8 +1,7 @@
-"""audit.json reads back as it was written, and a damaged one is refused by the name of its field."""
-
-from __future__ import annotations
+"""audit.json reads back as it was written, a damaged one is refused by its field, and a terminal shows the card's rows."""
 
 import copy
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,11 @@ from typing import Any
 import pytest
 from cards import audit
 from jsonschema import Draft202012Validator
+from rich.console import Console
 
+from dpllm.auditing import terminal
 from dpllm.errors import ConfigError
+from dpllm.statement import audit_rows
 from dpllm.statement.audit import parse_audit, read_audit, schema
 
 PUBLISHED = sorted(Path(__file__).parents[2].glob("model_cards/*/export/audit/audit.json"))
@@ -27,22 +29,12 @@ def test_a_published_audit_reads_back_as_it_was_written(path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "bad"),
     [
-        ("epsilon_lower_bound.value", "x"),
-        ("epsilon_lower_bound.alpha", 1.5),
-        ("claim.epsilon", True),
-        ("claim.more", 1),
-        ("attacks.ratio.auc", 1.01),
-        ("exposure.1.inserted", 2.5),
-        ("controls.words.succeeds", 1),
-        ("canaries.commitment", None),
-        ("canaries.kind", "x"),
-        ("verdict", "fine"),
-        ("published", 1),
-        ("schema_version", 3),
-        ("schema_version", 5),
-        ("surplus", {}),
+        ("epsilon_lower_bound.value", "x"), ("epsilon_lower_bound.alpha", 1.5), ("claim.epsilon", True),
+        ("claim.more", 1), ("attacks.ratio.auc", 1.01), ("exposure.1.inserted", 2.5), ("controls.words.succeeds", 1),
+        ("canaries.commitment", None), ("canaries.kind", "x"), ("verdict", "fine"), ("published", 1),
+        ("schema_version", 3), ("schema_version", 5), ("surplus", {}),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_audit_is_refused_in_one_line_that_names_the_field(tmp_path: Path, place: str, bad: Any) -> None:
     value = copy.deepcopy(audit())
     parse_audit(value, "audit.json")
@@ -77,3 +69,36 @@ def test_settings_of_canaries_are_those_of_their_kind(kind: str, own: dict[str, 
     strange = {**canaries, "kind": kind, "settings": {**shared, **own}}
     with pytest.raises(ConfigError, match=f"canaries: .*kind {kind} has other settings"):
         parse_audit(audit(canaries=strange), "audit.json")
+
+
+def recorded(width: int) -> Console:
+    return Console(width=width, record=True, file=io.StringIO())
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parents[2].name)
+def test_no_cell_wraps_at_80_columns(path: Path) -> None:
+    report = parse_audit(json.loads(path.read_text()), path.name)
+    texts = []
+    for width in (80, 300):
+        console = recorded(width)
+        console.print(terminal.table(report))
+        lines = console.export_text().splitlines()
+        start = next(number for number, line in enumerate(lines) if line.startswith("planted once"))
+        texts.append([line.replace("─", "").split() for line in lines[start:] if line.strip()])
+    assert texts[0] == texts[1]
+    assert "calibrated" in [line[0] for line in texts[0] if line]
+    assert ["Mean", "exposure", "(bits)"] in [line[:3] for line in texts[0]]
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parents[2].name)
+def test_screen_and_card_tell_the_same_rows(path: Path) -> None:
+    report = parse_audit(json.loads(path.read_text()), path.name)
+    card = (path.parents[1] / "README.md").read_text()
+    attacks = audit_rows.attacks(sorted(report.attacks.items())).rows
+    secrets = audit_rows.secrets(report.exposure, report.extraction).rows
+    console = recorded(300)
+    console.print(terminal.table(report))
+    shown = console.export_text()
+    assert all(f"| {' | '.join(row)} |" in card for row in [*attacks, *secrets])
+    assert all(cell in shown for row in attacks for cell in row[:-1])  # numbers of canaries stand below
+    assert all(cell in shown for row in secrets for cell in row)

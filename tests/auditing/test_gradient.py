@@ -1,6 +1,4 @@
-"""What gradient canaries show: of a mechanism that keeps its Plan nothing false, of one that does not the difference."""
-
-from __future__ import annotations
+"""What gradient canaries show: of a mechanism that keeps its Plan, banded or not, nothing false; of others the difference."""
 
 import time
 from pathlib import Path
@@ -11,10 +9,12 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 from scipy import stats
+from scipy.linalg import toeplitz
 
 from dpllm.auditing.gradient import (
     SHARE_OF_ALPHA,
     SHARE_OF_MEASURES,
+    BandedTurns,
     GradientTable,
     examine,
     expected_epsilon,
@@ -24,21 +24,13 @@ from dpllm.auditing.gradient import (
     write_gradient,
 )
 from dpllm.errors import ConfigError
+from dpllm.privacy import accounting, events
 
 RATE, STEPS, NOISE, DELTA, ALPHA = 0.05, 40, 0.7, 1e-5, 0.05
+CONSTANT, LINEAR = np.full(STEPS, 0.1), np.linspace(0.1, 0.0, STEPS)
 
 
-def run(
-    seed: int,
-    canaries: int = 1000,
-    *,
-    noise: float = NOISE,
-    rate: float = RATE,
-    length: float = 1.0,
-    drift: float = 0.0,
-    again: bool = False,
-    rates: Any = None,
-) -> GradientTable:
+def run(seed, canaries=1000, *, noise=NOISE, rate=RATE, length=1.0, drift=0.0, again=False, rates=None):
     """What a run would release, with gradients of the data that drift along each canary; ``again``: one noise for all steps.
 
     ``rates``: learning rates of the steps, whose sum the weights are; none: the first weights were not kept.
@@ -60,7 +52,6 @@ def test_a_run_as_planned_is_measured_within_its_intervals() -> None:
     noise_covered, drawn = 0, []
     for seed in range(100):
         audit = examined(run(seed, 400))
-        assert audit.noise is not None
         noise_covered += audit.noise_interval[0] <= NOISE <= audit.noise_interval[1]
         drawn.append((audit.drawn - audit.drawn_planned) / audit.drawn_standard_error)
     assert noise_covered >= 89  # 95 expected; P < 1e-2
@@ -120,15 +111,10 @@ def test_what_breaks_the_plan_is_refuted_in_nine_of_ten_runs(broken: dict[str, A
 
 
 def test_whoever_sees_the_steps_proves_something_and_never_more_than_the_mechanism_has() -> None:
-    from dpllm.privacy import accounting, events
-
     epsilon = accounting.epsilon(events.dp_sgd_event(RATE, NOISE, STEPS), DELTA, "zero_out")
     bounds = [examined(run(seed)).epsilon_lower_bound for seed in range(20)]
     assert np.mean(bounds) > 0.17 * epsilon
     assert max(bounds) <= epsilon
-
-
-CONSTANT, LINEAR = np.full(STEPS, 0.1), np.linspace(0.1, 0.0, STEPS)
 
 
 @pytest.mark.parametrize("rates", [CONSTANT, LINEAR], ids=["constant", "linear"])
@@ -142,8 +128,6 @@ def test_of_the_weights_nothing_is_proved_where_nothing_was_planted(rates: Any, 
 
 def test_of_the_weights_something_is_proved_and_never_more_than_the_mechanism_has(full: bool) -> None:
     """By the last iterate, less than by its steps; and by a constant rate more than by one that falls."""
-    from dpllm.privacy import accounting, events
-
     noise, audits = 0.35, 1000 if full else 60
     epsilon = accounting.epsilon(events.dp_sgd_event(RATE, noise, STEPS), DELTA, "zero_out")
     bounds = {}
@@ -173,14 +157,10 @@ def table_of(noise: float, steps: int, rate: float, coefficients: tuple[float, .
 @pytest.mark.parametrize(
     ("noise", "steps", "rate", "coefficients"),
     [
-        (0.7575, 24, 0.123, ()),
-        (1.2658, 24, 0.123, ()),
-        (2.0, 100, 0.01, ()),
-        (0.5, 8, 1.0, ()),
-        (1.5, 24, 0.123, (1.0, 0.5)),
-        (1.5, 30, 0.05, (1.0, 0.6, 0.3)),
+        (0.7575, 24, 0.123, ()), (1.2658, 24, 0.123, ()), (2.0, 100, 0.01, ()), (0.5, 8, 1.0, ()),
+        (1.5, 24, 0.123, (1.0, 0.5)), (1.5, 30, 0.05, (1.0, 0.6, 0.3)),
     ],
-)
+)  # fmt: skip
 def test_what_is_expected_of_the_weights_is_the_epsilon_of_all_releases_together(
     noise: float, steps: int, rate: float, coefficients: tuple[float, ...]
 ) -> None:
@@ -188,7 +168,6 @@ def test_what_is_expected_of_the_weights_is_the_epsilon_of_all_releases_together
     import dp_accounting as dp
     from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
     from dp_accounting.pld import PLDAccountant
-    from scipy.linalg import toeplitz
 
     bands = max(1, len(coefficients))
     first = np.zeros(steps)
@@ -205,9 +184,8 @@ def test_what_is_expected_of_the_weights_is_the_epsilon_of_all_releases_together
 
 def test_what_is_expected_of_published_settings() -> None:
     """SmolLM2 on E2E at epsilon 8 and 3: the heuristic's 5.59 and 2.54."""
-    assert expected_epsilon(table_of(0.7575, 24, 0.123), DELTA) == pytest.approx(5.594, abs=1e-3)
-    assert expected_epsilon(table_of(1.2658, 24, 0.123), DELTA) == pytest.approx(2.539, abs=1e-3)
-    assert expected_epsilon(table_of(50.0, 24, 0.123), DELTA) == pytest.approx(0.0, abs=0.05)
+    for noise, steps, epsilon, error in ((0.7575, 24, 5.594, 1e-3), (1.2658, 24, 2.539, 1e-3), (50.0, 24, 0.0, 0.05)):
+        assert expected_epsilon(table_of(noise, steps, 0.123), DELTA) == pytest.approx(epsilon, abs=error)
     assert expected_epsilon(table_of(0.7575, 0, 0.123), DELTA) == 0.0
 
 
@@ -266,14 +244,8 @@ def test_a_table_reads_back_exactly_and_a_damaged_one_is_refused(tmp_path: Path)
         np.testing.assert_array_equal(getattr(again, name), getattr(table, name))
     assert (again.steps, again.pairs) == (table.steps, table.pairs)
     again = parquet.read_table(path)
-    odd = {
-        "squares": [-1.0] * 60,
-        "score": [float("nan")] * 60,
-        "weights": [float("inf")] * 60,
-        "inserted": [None, *[True] * 59],
-        "steps": [1, *[9] * 59],
-        "pairs": [0.5] * 60,
-    }
+    odd = {"squares": [-1.0] * 60, "score": [float("nan")] * 60, "weights": [float("inf")] * 60, "pairs": [0.5] * 60}
+    odd |= {"inserted": [None, *[True] * 59], "steps": [1, *[9] * 59]}
     for name, values in odd.items():
         parquet.write_table(again.set_column(again.column_names.index(name), name, pyarrow.array(values)), path)
         with pytest.raises(ConfigError, match="not a table of gradient canaries"):
@@ -283,3 +255,67 @@ def test_a_table_reads_back_exactly_and_a_damaged_one_is_refused(tmp_path: Path)
         path.write_bytes(content)
         with pytest.raises(ConfigError, match="not a table of gradient canaries"):
             read_gradient(path, RATE, NOISE)
+
+
+C = (0.7, 0.5, 0.4, 0.3)
+COEFFICIENTS = tuple(np.array(C) / np.linalg.norm(C))
+BANDS, BANDED_STEPS = 4, 60
+STARTS = (0, 25)
+
+
+def banded_run(seed, canaries=1000, *, noise=NOISE, missing=(), often=1.0):
+    """What a run would release that was resumed once: noise that takes back earlier noise, canaries in their turns alone."""
+    generator = np.random.default_rng(seed)
+    coins_M, group_M = generator.random(canaries) < 0.5, generator.integers(0, BANDS, canaries)
+    x_TM = np.zeros((BANDED_STEPS, canaries))
+    for step in range(BANDED_STEPS):
+        x_TM[step] = generator.normal(0.0, noise, canaries)
+        start = max(first for first in STARTS if first <= step)
+        for back, weight in enumerate(COEFFICIENTS[1:], 1):
+            if step - back >= start:
+                x_TM[step] -= weight * x_TM[step - back]
+        x_TM[step] /= COEFFICIENTS[0]
+    turn_TM = np.arange(BANDED_STEPS)[:, None] % BANDS == group_M
+    drawn_TM = (generator.random(x_TM.shape) < often * BANDS * RATE) & turn_TM & coins_M
+    proj_TM = x_TM + drawn_TM
+    proj_TM[list(missing)] = np.nan
+    return tabulate(proj_TM, coins_M, RATE, NOISE, BandedTurns(COEFFICIENTS, group_M, STARTS))
+
+
+@pytest.mark.parametrize("missing", [(), (24,), (22, 23, 24, 59)], ids=["all seen", "a lost step", "lost steps"])
+def test_a_banded_run_as_planned_is_measured_within_its_intervals(missing: tuple[int, ...]) -> None:
+    noise_covered, drawn = 0, []
+    for seed in range(100):
+        table = banded_run(seed, 400, missing=missing)
+        audit = examined(table)
+        noise_covered += audit.noise_interval[0] <= NOISE <= audit.noise_interval[1]
+        drawn.append((audit.drawn - audit.drawn_planned) / audit.drawn_standard_error)
+        assert table.steps == BANDED_STEPS - len(missing)
+        assert not audit.noise_refuted
+        assert not audit.drawn_refuted
+    assert noise_covered >= 89  # 95 expected; P < 1e-2
+    assert abs(np.mean(drawn)) < 0.4
+    assert stats.kstest(np.array(drawn) - np.mean(drawn), "norm").pvalue > 1e-3
+
+
+def test_the_score_of_a_banded_run_is_the_likelihood_ratio_of_each_turn() -> None:
+    """By dense matrices: of one canary, given its turns, every step that it could have joined."""
+    generator, group = np.random.default_rng(1), 1
+    strategy_TT = sum(np.diag(np.full(9 - back, weight), -back) for back, weight in enumerate(COEFFICIENTS))
+    x_T = np.linalg.solve(strategy_TT, generator.normal(0.0, NOISE, 9)) + np.eye(9)[5]
+    table = tabulate(x_T[:, None], [True], RATE, NOISE, BandedTurns(COEFFICIENTS, np.array([group]), (0,)))
+    precision_TT = strategy_TT.T @ strategy_TT / NOISE**2
+    expected = 0.0
+    for first in (1, 5):
+        alone_T = np.eye(9)[first]
+        log_ratio = alone_T @ precision_TT @ x_T - alone_T @ precision_TT @ alone_T / 2
+        expected += np.logaddexp(np.log1p(-BANDS * RATE), np.log(BANDS * RATE) + log_ratio)
+    assert table.score_M[0] == pytest.approx(expected, rel=1e-9)
+
+
+def test_noise_too_small_and_draws_too_many_are_refuted_and_unseen_steps_hide_their_attempt_only() -> None:
+    assert sum(examined(banded_run(seed, noise=0.8 * NOISE)).noise_refuted for seed in range(10)) >= 9
+    assert sum(examined(banded_run(seed, often=2.0)).drawn_refuted for seed in range(10)) >= 9
+    assert banded_run(3, 10, missing=(10,)).steps == 10 + BANDED_STEPS - 25
+    assert banded_run(3, 10, missing=(30,)).steps == 30
+    assert banded_run(3, 10, missing=(0, 25)).steps == 0

@@ -1,7 +1,5 @@
 """Manifests of canaries: what a stranger may write, what is refused, and what follows without coins or references."""
 
-from __future__ import annotations
-
 import json
 import random
 from types import SimpleNamespace
@@ -46,9 +44,6 @@ def refusal(path, lines):
     return str(caught.value)
 
 
-# Reading.
-
-
 def test_a_stranger_writes_one_object_a_line(tmp_path):
     lines = [COINS, *entries(60, references=30), ""]
     result = read_manifest(write(tmp_path / "m.jsonl", lines))
@@ -62,10 +57,13 @@ def test_a_stranger_writes_one_object_a_line(tmp_path):
     assert len(set(names)) == 90
 
 
-def test_coins_are_independent_only_where_the_file_says_so(tmp_path):
+def test_coins_are_independent_only_where_the_file_says_so_and_nothing_contradicts_it(tmp_path):
     assert not read_manifest(write(tmp_path / "m.jsonl", entries())).independent_coins
     for header in ({"coins": "half"}, {"coins": "Independent?"}, {"coins": 1}, {"coins": "independent", "seed": 1}):
         assert "line 1 is not a canary" in refusal(tmp_path / "m.jsonl", [header, *entries()])
+    lines = [canary(number, number >= 25) for number in range(200)]
+    assert "175 of 200" in refusal(tmp_path / "m.jsonl", [COINS, *lines])
+    assert not read_manifest(write(tmp_path / "m.jsonl", lines)).independent_coins
 
 
 def test_the_manifest_of_a_run_is_checked_against_its_commitment(tmp_path):
@@ -82,26 +80,18 @@ def test_the_manifest_of_a_run_is_checked_against_its_commitment(tmp_path):
         read_manifest(path)
 
 
-# Refusals.
+NO_SECRET = [{"secret": "1"}, {"secret": "1", "inserted": 1}, {"inserted": True}]
+NO_SECRET += [{"secret": secret, "inserted": True} for secret in (" ", "half of a character: \ud800")]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"carrier": "Sigrid', "line 5 is not a canary"),
-        ('["Sigrid"]', "line 5 is not a canary"),
-        ({"carrier": SECRET, "secret": "1"}, "line 5 is not a canary"),
-        ({"carrier": SECRET, "secret": "1", "inserted": 1}, "line 5 is not a canary"),
-        ({"carrier": SECRET, "secret": " ", "inserted": True}, "line 5 is not a canary"),
-        ({"carrier": SECRET, "inserted": True}, "line 5 is not a canary"),
-        ({"text": SECRET, "inserted": True}, "of a whole text, the last words are the secret"),
-        (canary(99, True, group="1"), "line 5 is not a canary"),
-        (canary(99, True, group=10**9), "line 5 is not a canary"),
-        ({"carrier": SECRET, "secret": "half of a character: \ud800", "inserted": True}, "line 5 is not a canary"),
-        (canary(99, True, group=-1), "line 5 is not a canary"),
-        (canary(99, True, group=True), "line 5 is not a canary"),
+        *((line, "line 5 is not a canary") for line in ('{"carrier": "Sigrid', '["Sigrid"]')),
+        *(({"carrier": SECRET, **more}, "line 5 is not a canary") for more in NO_SECRET),
+        *((canary(99, True, group=group), "line 5 is not a canary") for group in ("1", 10**9, -1, True, 0)),
         (canary(99, True, repetitions=4), "line 5 is not a canary"),
-        (canary(99, True, group=0), "line 5 is not a canary"),
+        ({"text": SECRET, "inserted": True}, "of a whole text, the last words are the secret"),
         (canary(9, True), "1 canaries have the same text as another one"),
     ],
 )
@@ -111,20 +101,15 @@ def test_a_line_that_is_no_canary_is_refused_by_its_number(tmp_path, line, messa
 
 
 def test_files_without_canaries_are_refused(tmp_path):
-    assert "0 canaries were inserted" in refusal(tmp_path / "m.jsonl", [])
-    assert "0 canaries were inserted" in refusal(tmp_path / "m.jsonl", [COINS])
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_manifest(tmp_path / "none.jsonl")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_manifest(tmp_path)
+    for lines in ([], [COINS], [{**entry, "inserted": False} for entry in entries()]):
+        assert "0 canaries were inserted" in refusal(tmp_path / "m.jsonl", lines)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_manifest(tmp_path / "binary")
+    for path in (tmp_path / "none.jsonl", tmp_path, tmp_path / "binary"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_manifest(path)
 
 
 def test_canaries_that_were_never_inserted_are_refused(tmp_path):
-    lines = [{**entry, "inserted": False} for entry in entries()]
-    assert "0 canaries were inserted" in refusal(tmp_path / "m.jsonl", lines)
     plan = canaries.plan_canaries(CanaryConfig(groups={1: 1}, references=100), generator=random.Random(0))
     while plan.canaries[0].inserted:
         plan = canaries.redraw_coins(plan)
@@ -136,22 +121,10 @@ def test_canaries_that_were_never_inserted_are_refused(tmp_path):
 def test_too_few_texts_to_compare_with_are_refused(tmp_path):
     few = [canary(number, number >= FEWEST_OUT - 1) for number in range(60)]
     assert f"and {FEWEST_OUT - 1} were not" in refusal(tmp_path / "m.jsonl", few)
-    read_manifest(write(tmp_path / "m.jsonl", [canary(number, number >= FEWEST_OUT) for number in range(60)]))
-    read_manifest(
-        write(
-            tmp_path / "m.jsonl",
-            [canary(number, number >= FEWEST_OUT, group=int(number >= FEWEST_OUT)) for number in range(60)],
-        )
-    )
-
-
-def test_coins_that_contradict_what_is_said_of_them_are_refused(tmp_path):
-    lines = [canary(number, number >= 25) for number in range(200)]
-    assert "175 of 200" in refusal(tmp_path / "m.jsonl", [COINS, *lines])
-    assert not read_manifest(write(tmp_path / "m.jsonl", lines)).independent_coins
-
-
-# What follows.
+    planted = [canary(number, True) for number in range(FEWEST_OUT, 60)]
+    for more in ({}, {"group": 0}):
+        left_out = [canary(number, False, **more) for number in range(FEWEST_OUT)]
+        read_manifest(write(tmp_path / "m.jsonl", left_out + planted))
 
 
 def summarise(monkeypatch, planned, claim, lift, seed, base_shift=0.0):
@@ -175,10 +148,8 @@ def summarise(monkeypatch, planned, claim, lift, seed, base_shift=0.0):
 
 def manifest(count=200, references=0, *, independent=True, seed=0, groups=(1,)):
     draw = random.Random(seed)
-    made = tuple(
-        Canary(f"c{n:05d}", groups[n % len(groups)], f"a{n}", f"{n:08d}", bool(draw.getrandbits(1)))
-        for n in range(count)
-    )
+    drawn = [(n, groups[n % len(groups)], bool(draw.getrandbits(1))) for n in range(count)]
+    made = tuple(Canary(f"c{n:05d}", group, f"a{n}", f"{n:08d}", coin) for n, group, coin in drawn)
     others = tuple(Canary(f"r{n:05d}", 0, f"b{n}", f"{n:08d}", inserted=False) for n in range(references))
     return Manifest(made, others, independent)
 
@@ -188,13 +159,8 @@ def test_independent_coins_carry_the_bound_with_and_without_references(monkeypat
     planned = manifest(references=references)
     report, rows = summarise(monkeypatch, planned, Claim(1.0, 1e-5, "example"), 2.0, seed)
     once = [row for row in rows if row.group == 1]
-    bound = epsilon_lower_bound(
-        attacks.calibrated(once, report["epsilon_lower_bound"]["slope"]),
-        [row.inserted for row in once],
-        delta=1e-5,
-        alpha=0.05,
-        **default_ways(200),
-    )
+    scores, coins = attacks.calibrated(once, report["epsilon_lower_bound"]["slope"]), [row.inserted for row in once]
+    bound = epsilon_lower_bound(scores, coins, delta=1e-5, alpha=0.05, **default_ways(200))
     assert report["epsilon_lower_bound"]["value"] == bound.value > 1
     assert report["verdict"] == "falsified"
     inside, outside = [row for row in rows if row.inserted], [row for row in rows if not row.inserted]
@@ -224,9 +190,7 @@ def test_without_references_a_canary_left_out_is_counted_once(monkeypatch, draw)
 def test_without_independent_coins_there_is_no_bound_and_no_verdict(monkeypatch, references, seed):
     planned = manifest(references=references, independent=False, groups=(1, 1, 1, 16))
     report, _ = summarise(monkeypatch, planned, None, 8.0, seed)
-    assert report["epsilon_lower_bound"]["value"] == 0
-    assert report["epsilon_lower_bound"]["ceiling"] == 0
-    assert report["epsilon_lower_bound"]["num_canaries"] == 0
+    assert {report["epsilon_lower_bound"][name] for name in ("value", "ceiling", "num_canaries")} == {0}
     assert {seen["test"] for seen in report["repeated"].values()} == {None}
     assert report["verdict"] == "no_claim"
     assert '{"coins": "independent"}' in report["verdict_reason"]

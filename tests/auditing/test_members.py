@@ -1,7 +1,5 @@
 """Membership inference on real rows: one unit is one observation, and nothing is called membership that words explain."""
 
-from __future__ import annotations
-
 import json
 import random
 import zlib
@@ -10,21 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiny
-import yaml
+import tiny_models as tm
 from scipy import stats
 from score_tables import token_table
 
 from dpllm.auditing import members as audit
 from dpllm.auditing.attacks import TOKEN_ATTACKS
-from dpllm.auditing.members import (
-    MEMBERSHIP,
-    SHIFT,
-    audit_run_members,
-    rows_of_run,
-    scores,
-)
+from dpllm.auditing.members import MEMBERSHIP, SHIFT, audit_run_members, rows_of_run, scores
 from dpllm.errors import ConfigError, DataError
-from dpllm.recipe.config import DataConfig
+from dpllm.recipe.config import DataConfig, dump_config
 from dpllm.run.directory import Run, RunDir
 from dpllm.text import data
 from dpllm.text.data import load_held_out, load_table
@@ -59,10 +51,8 @@ def settings(**changes):
 def rows(rng, count, **columns):
     """Rows of one kind, no two alike."""
     words = [f"{a}{b}" for a in "bdfgk" for b in "aeiou"]
-    texts = [
-        " ".join([*rng.choices(words, k=rng.randint(4, 9)), str(rng.randrange(10**9))]) + "." for _ in range(count)
-    ]
-    return [[{"text": text, **columns}] for text in texts]
+    chosen = [[*rng.choices(words, k=rng.randint(4, 9)), str(rng.randrange(10**9))] for _ in range(count)]
+    return [[{"text": f"{' '.join(text)}.", **columns}] for text in chosen]
 
 
 def log_probs(ids, shift=0.0):
@@ -80,15 +70,11 @@ def scoring(monkeypatch, gain=None, drift=None):
         base = [log_probs(found, drift(place) if drift else 0.0) for place, found in enumerate(chosen)]
         tuned = [values + (gain(place) if gain else 0.0) for place, values in enumerate(base)]
         seen["sequences"] = sequences
-        return {
-            name: column for name, column in vars(token_table(tuned, base)).items() if name[:5] in ("tuned", "base_")
-        }
+        columns = vars(token_table(tuned, base))
+        return {name: column for name, column in columns.items() if name[:5] in ("tuned", "base_")}
 
     monkeypatch.setattr(audit, "score_sequences", score_sequences)
     return seen
-
-
-# What is found.
 
 
 def test_what_the_tuned_model_learned_is_membership_inference(models, monkeypatch):
@@ -138,9 +124,8 @@ def test_what_the_base_already_tells_apart_is_called_a_shift(models, monkeypatch
 def test_alike_rows_are_called_a_shift_no_more_often_than_stated(models, monkeypatch, seed, full):
     rng, repeats = random.Random(seed), 400 if full else 60
     scoring(monkeypatch)
-    alarms = sum(
-        audit_members(models, rows(rng, 50), rows(rng, 50), "text", settings())["word"] == SHIFT for _ in range(repeats)
-    )
+    reports = (audit_members(models, rows(rng, 50), rows(rng, 50), "text", settings()) for _ in range(repeats))
+    alarms = sum(report["word"] == SHIFT for report in reports)
     assert alarms <= stats.binom.isf(SIGNIFICANCE, repeats, 0.075)
 
 
@@ -148,16 +133,11 @@ def test_the_classifier_reads_what_the_models_read_and_no_more(models, monkeypat
     """Beyond max_length nothing was scored, so a difference there explains no score."""
     rng = random.Random(seed)
     scoring(monkeypatch)
-    long = [
-        [[{"text": " ".join(["bo"] * 40) + f" {side} {rng.randrange(10**9)} {place}"}] for place in range(60)]
-        for side in ("in", "out")
-    ]
+    head = " ".join(["bo"] * 40)
+    long = [[[{"text": f"{head} {side} {rng.randrange(10**9)}"}] for _ in range(60)] for side in ("in", "out")]
     report = audit_members(models, *long, "text", settings(max_length=20))
     assert report["word"] == MEMBERSHIP
     assert report["controls"]["blind"]["auc"] == 0.5
-
-
-# One unit is one observation.
 
 
 def test_a_row_in_chunks_is_one_observation(models, monkeypatch, seed):
@@ -165,9 +145,8 @@ def test_a_row_in_chunks_is_one_observation(models, monkeypatch, seed):
     sides = rows(rng, 60), rows(rng, 60)
     for long_examples, max_length in (("chunk", 5), ("refuse", 128)):
         seen = scoring(monkeypatch)
-        reports.append(
-            audit_members(models, *sides, "text", settings(long_examples=long_examples, max_length=max_length))
-        )
+        reads = settings(long_examples=long_examples, max_length=max_length)
+        reports.append(audit_members(models, *sides, "text", reads))
         assert (len(seen["sequences"]) > 240) == (long_examples == "chunk")
     chunked, whole = reports
     assert (chunked["members"], chunked["non_members"]) == (60, 60)
@@ -206,9 +185,8 @@ def test_at_most_the_limit_is_drawn_at_random_and_always_the_same(models, monkey
     for _ in range(2):
         seen = scoring(monkeypatch)
         report = audit_members(models, *sides, "text", settings())
-        drawn.append(
-            [models.tokenizer.decode(sequence.input_ids, skip_special_tokens=True) for sequence in seen["sequences"]]
-        )
+        ids = [sequence.input_ids for sequence in seen["sequences"]]
+        drawn.append([models.tokenizer.decode(row, skip_special_tokens=True) for row in ids])
     assert (report["members"], report["non_members"]) == (60, 60)
     assert drawn[0] == drawn[1]
     places = [[row["text"] for (row,) in sides[0]].index(text) for text in drawn[0][:60]]
@@ -218,19 +196,14 @@ def test_at_most_the_limit_is_drawn_at_random_and_always_the_same(models, monkey
 def test_rows_without_anything_to_predict_are_no_observations(models, monkeypatch, seed):
     rng = random.Random(seed)
     scoring(monkeypatch)
-    chats = [
-        [
-            [{"messages": [{"role": role, "content": row["text"]} for role in roles]}]
-            for (row,) in rows(rng, 60)
-            for roles in kinds
-        ]
-        for kinds in ([("user", "assistant")], [("user", "assistant"), ("user",)])
-    ]
-    report = audit_members(models, *chats, "messages", settings())
+
+    def chats(*kinds):
+        said = [(row["text"], roles) for (row,) in rows(rng, 60) for roles in kinds]
+        return [[{"messages": [{"role": role, "content": text} for role in roles]}] for text, roles in said]
+
+    sides = chats(("user", "assistant")), chats(("user", "assistant"), ("user",))
+    report = audit_members(models, *sides, "messages", settings())
     assert (report["members"], report["non_members"]) == (60, 60)
-
-
-# What is refused.
 
 
 @pytest.mark.parametrize(("few", "side"), [((49, 80), "members"), ((80, 49), "non-members")])
@@ -270,16 +243,10 @@ def test_a_unit_on_both_sides_is_refused():
     with pytest.raises(ConfigError, match="1 of 2 units are units of members too"):
         check_overlap(inside, outside, "text", unit="who", max_examples_per_unit=1)
     check_overlap(inside, outside, "text")
-
-
-def test_a_non_member_shares_no_owner_with_a_member():
     inside = [[{"text": "a", "who": ["ana", "ben"]}]]
     outside = [[{"text": "b", "who": "cy; ben"}], [{"text": "c", "who": ["cy"]}]]
     with pytest.raises(ConfigError, match="1 of 2 units are units of members too"):
         check_overlap(inside, outside, "text", unit="who", max_examples_per_unit=1, owners="several")
-
-
-# Members of a run.
 
 
 def write_run(tmp_path, **changes):
@@ -289,13 +256,9 @@ def write_run(tmp_path, **changes):
         tiny.write_rows(path, [row | {"who": f"{place}-{number // 2}"} for number, (row,) in enumerate(rows(rng, 120))])
     run = RunDir(tmp_path / "run")
     run.make()
-    recipe = {
-        "model": {"name_or_path": "builtin:tiny"},
-        "data": {"max_length": 128, **{name: str(path) for name, path in sources.items()}, **changes},
-        "train": {"steps": 1},
-        "output_dir": str(run.root),
-    }
-    run.config.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    read = {"max_length": 128, **{name: str(path) for name, path in sources.items()}, **changes}
+    recipe = tm.recipe(model={"name_or_path": "builtin:tiny"}, data=read, output_dir=str(run.root))
+    run.config.write_text(dump_config(recipe), encoding="utf-8")
     note(run)
     return run
 

@@ -1,7 +1,5 @@
 """Models trained elsewhere: what is loaded, what does not belong together, and where a report may lie."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -26,6 +24,7 @@ SECRET = "Sigrid Forsberg owes 4711"
 COINS = {"coins": "independent"}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+CANARIES = [{"carrier": f"no. {n} is", "secret": f"{n:06d}", "inserted": n % 2 == 0} for n in range(60)]
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +50,7 @@ def save_adapter(base, path, **changes):
 
 
 def copy(path, target):
-    shutil.copytree(path, target)
-    return target
+    return shutil.copytree(path, target)
 
 
 def edit(path, **changes):
@@ -77,9 +75,6 @@ def refusal(path, base):
     return str(caught.value)
 
 
-# Loading.
-
-
 def test_an_adapter_is_scored_beside_its_own_base(adapter, base):
     models, kind, name = load(adapter, None)
     assert (kind, name) == ("LORA adapter", str(base))
@@ -92,9 +87,14 @@ def test_an_adapter_is_scored_beside_its_own_base(adapter, base):
     assert len(models.tokenizer) == len(tiny.tokenizer())
 
 
-def test_a_base_elsewhere_is_named_by_hand(adapter, base, tmp_path):
+def test_a_base_elsewhere_is_named_by_hand_and_the_tokenizer_of_the_model_goes_first(adapter, base, tmp_path):
     moved = edit(copy(adapter, tmp_path / "moved"), base_model_name_or_path="nowhere/tiny-base")
     torch.testing.assert_close(logits(load(moved, str(base))[0].tuned), logits(load(adapter, None)[0].tuned))
+    own = copy(adapter, tmp_path / "own")
+    tokenizer = tiny.tokenizer(chat_template="{{ messages[0]['content'] }}")
+    tokenizer.save_pretrained(own)
+    assert load(own, None)[0].tokenizer.chat_template == tokenizer.chat_template
+    assert load(adapter, None)[0].tokenizer.chat_template == tiny.CHAT
 
 
 def test_a_whole_model_is_scored_beside_the_base_that_is_named(base, tmp_path):
@@ -108,14 +108,6 @@ def test_a_whole_model_is_scored_beside_the_base_that_is_named(base, tmp_path):
         torch.testing.assert_close(logits(before), logits(AutoModelForCausalLM.from_pretrained(base)))
 
 
-def test_the_tokenizer_of_the_model_goes_before_that_of_the_base(adapter, base, tmp_path):
-    own = copy(adapter, tmp_path / "own")
-    tokenizer = tiny.tokenizer(chat_template="{{ messages[0]['content'] }}")
-    tokenizer.save_pretrained(own)
-    assert load(own, None)[0].tokenizer.chat_template == tokenizer.chat_template
-    assert load(adapter, None)[0].tokenizer.chat_template == tiny.CHAT
-
-
 def test_modules_that_were_saved_whole_are_switched_off_with_the_adapter(base, tmp_path):
     path = save_adapter(base, tmp_path / "saved", modules_to_save=["lm_head"])
     weights = load_file(path / "adapter_model.safetensors")
@@ -123,9 +115,6 @@ def test_modules_that_were_saved_whole_are_switched_off_with_the_adapter(base, t
     models = load(path, None)[0]
     with models.base() as before:
         torch.testing.assert_close(logits(before), logits(AutoModelForCausalLM.from_pretrained(base)))
-
-
-# What does not belong together.
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path):
@@ -171,15 +160,12 @@ def test_an_adapter_with_tensors_too_few_or_too_many_is_refused(adapter, tmp_pat
         assert "does not match the base model" in refusal(path, None)
 
 
-def test_damaged_weights_are_refused(adapter, tmp_path):
+def test_damaged_older_or_missing_weights_are_refused(adapter, tmp_path):
     path = copy(adapter, tmp_path / "damaged")
     (path / "adapter_model.safetensors").write_bytes(b"no tensors")
     assert "does not match the base model" in refusal(path, None)
     (path / "adapter_model.safetensors").unlink()
     assert "holds no adapter_model.safetensors" in refusal(path, None)
-
-
-def test_weights_of_the_older_kind_are_not_read(adapter, tmp_path):
     path = copy(adapter, tmp_path / "older")
     torch.save(load_file(path / "adapter_model.safetensors"), path / "adapter_model.bin")
     (path / "adapter_model.safetensors").unlink()
@@ -227,48 +213,24 @@ def test_a_whole_model_needs_a_base_of_its_own_shape(base, tmp_path):
     assert "no causal language model could be loaded from it" in refusal(broken, str(base))
 
 
-# Claims, files, reports.
-
-
 def test_a_claim_is_an_epsilon_with_its_delta():
     assert outside_claim(None, None) is None
     assert outside_claim(2.0, 1e-5) == Claim(2.0, 1e-5, "example")
     assert outside_claim(2.0, 0.0, "patient") == Claim(2.0, 0.0, "patient")
-    nothing, nan = (None, 1e-5), float("nan")
-    for epsilon, delta in (
-        nothing,
-        (1.0, None),
-        (0.0, 1e-5),
-        (float("inf"), 1e-5),
-        (nan, 1e-5),
-        (1.0, 1.0),
-        (1.0, -0.1),
-    ):
+    wrong = [(epsilon, 1e-5) for epsilon in (None, 0.0, float("inf"), float("nan"))]
+    for epsilon, delta in (*wrong, (1.0, None), (1.0, 1.0), (1.0, -0.1)):
         with pytest.raises(ConfigError, match="is not a claim"):
             outside_claim(epsilon, delta)
 
 
-CANARIES = [{"carrier": f"no. {n} is", "secret": f"{n:06d}", "inserted": n % 2 == 0} for n in range(60)]
-
-
-def write_manifest(path, *lines):
-    return tiny.write_rows(path, lines)
-
-
-def test_a_claim_without_coins_is_refused(adapter, tmp_path):
+def test_canaries_that_cannot_be_scored_are_refused_without_their_text(adapter, tmp_path):
     with pytest.raises(ConfigError, match="a claim cannot be tested"):
-        audit_outside(adapter, write_manifest(tmp_path / "m.jsonl", *CANARIES), claim=outside_claim(1.0, 1e-5))
-
-
-def test_canaries_that_the_model_cannot_read_are_refused_without_their_text(adapter, tmp_path):
+        audit_outside(adapter, tiny.write_rows(tmp_path / "m.jsonl", [*CANARIES]), claim=outside_claim(1.0, 1e-5))
     long = {"carrier": f"{SECRET} " * 40, "secret": "99", "inserted": True}
-    path = write_manifest(tmp_path / "m.jsonl", COINS, *CANARIES, long)
+    path = tiny.write_rows(tmp_path / "m.jsonl", [COINS, *CANARIES, long])
     with pytest.raises(ConfigError, match="canary c00060") as caught:
         audit_outside(adapter, path)
     assert "Sigrid" not in str(caught.value)
-
-
-def test_a_secret_in_a_prompt_is_refused_in_a_format_that_has_none(adapter, tmp_path):
     plan = plan_canaries(CanaryConfig(groups={1: 4}, references=100, place="prompt"), generator=random.Random(2))
     save(plan, tmp_path / "canaries.json")
     with pytest.raises(ConfigError, match="in format text its secret has no place"):
@@ -280,11 +242,11 @@ def test_weights_that_are_not_numbers_give_no_report(adapter, tmp_path):
     weights = load_file(path / "adapter_model.safetensors")
     save_file({name: w * float("nan") for name, w in weights.items()}, path / "adapter_model.safetensors")
     with pytest.raises(DpllmError, match="not finite"):
-        audit_outside(path, write_manifest(tmp_path / "m.jsonl", COINS, *CANARIES))
+        audit_outside(path, tiny.write_rows(tmp_path / "m.jsonl", [COINS, *CANARIES]))
 
 
 def test_a_report_says_what_was_audited_and_what_no_file_can_show(adapter, tmp_path):
-    report = audit_outside(adapter, write_manifest(tmp_path / "m.jsonl", COINS, *CANARIES)).to_json()
+    report = audit_outside(adapter, tiny.write_rows(tmp_path / "m.jsonl", [COINS, *CANARIES])).to_json()
     weights = report["model"].pop("weights")
     assert list(weights) == ["adapter_config.json", "adapter_model.safetensors"]
     assert report["model"] == {"kind": "LORA adapter", "name": "adapter", "base": "tiny-base"}

@@ -1,7 +1,5 @@
 """Canary pairs in an audit: a score is the margin of implicit rewards, of the very tokens that trained."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -34,35 +32,19 @@ def of_pairs(seed: int, pairs: int = 40) -> TokenTable:
     scored |= {f"{which}_variance_N": np.ones(len(owner_N)) for which in ("tuned", "base")}
     scored |= {f"{which}_argmax_N": rng.random(len(owner_N)) < 0.5 for which in ("tuned", "base")}
     names = [f"{'c' if number < pairs // 2 else 'r'}{number:05d}" for number in range(pairs)]
-    return TokenTable(
-        tuple(names + [f"{name}-" for name in names]),
-        np.full(2 * pairs, 20),
-        owner_N,
-        **scored,
-        groups=(*[1] * (pairs // 2), *[0] * (pairs - pairs // 2)) * 2,
-        coins=tuple(number % 3 == 0 if number < pairs // 2 else None for number in range(pairs)) * 2,
-        secret_N=np.append(False, owner_N[1:] == owner_N[:-1]),
-        word_N=np.arange(len(owner_N)),
-    )
+    scored |= {"secret_N": np.append(False, owner_N[1:] == owner_N[:-1]), "word_N": np.arange(len(owner_N))}
+    groups = (*[1] * (pairs // 2), *[0] * (pairs - pairs // 2)) * 2
+    coins = tuple(number % 3 == 0 if number < pairs // 2 else None for number in range(pairs)) * 2
+    both = tuple(names + [f"{name}-" for name in names])
+    return TokenTable(both, np.full(2 * pairs, 20), owner_N, **scored, groups=groups, coins=coins)
 
 
 def test_a_score_is_the_difference_of_both_answers_gains(seed: int) -> None:
     table = of_pairs(seed)
-    result = attacks.ratio(attacks.whole_rows(table))
-    gain_S = [
-        table.tuned_log_prob_N[table.sequence_N == s].sum() - table.base_log_prob_N[table.sequence_N == s].sum()
-        for s in range(80)
-    ]
-    assert np.allclose(result, np.array(gain_S[:40]) - np.array(gain_S[40:]), rtol=1e-12)
-    secrets = attacks.ratio(sum_up(table))
-    gain_S = [
-        sum(
-            table.tuned_log_prob_N[n] - table.base_log_prob_N[n]
-            for n in np.flatnonzero((table.sequence_N == s) & table.secret_N)
-        )
-        for s in range(80)
-    ]
-    assert np.allclose(secrets, np.array(gain_S[:40]) - np.array(gain_S[40:]), rtol=1e-12)
+    gain_N = table.tuned_log_prob_N - table.base_log_prob_N
+    for rows, counted_N in ((attacks.whole_rows(table), np.ones_like(table.secret_N)), (sum_up(table), table.secret_N)):
+        gain_S = np.array([gain_N[(table.sequence_N == s) & counted_N].sum() for s in range(80)])
+        assert np.allclose(attacks.ratio(rows), gain_S[:40] - gain_S[40:], rtol=1e-12)
     assert [row.canary_id for row in sum_up(table)] == list(table.canary_ids[:40])
 
 

@@ -1,7 +1,5 @@
 """Scoring: the right tokens, the right numbers whatever shares the batch, and tables without texts."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import random
@@ -16,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from dpllm.auditing import attacks, scores
 from dpllm.auditing.scores import score, score_canaries
-from dpllm.auditing.table import read_tokens, sum_up
+from dpllm.auditing.table import sum_up
 from dpllm.canaries.canaries import plan_canaries
 from dpllm.canaries.texts import Canary, encode_secret
 from dpllm.errors import ConfigError
@@ -165,9 +163,6 @@ def test_scores_that_are_not_finite_are_refused():
         score(broken, *random_sequences(3), 100)
 
 
-# Where the secret is.
-
-
 @pytest.mark.parametrize("fmt", ["text", "prompt_completion", "messages"])
 def test_the_secret_is_found_in_the_encoding_that_trains(tokenizer, fmt):
     sequence, mask = encode_secret(CANARY, fmt, tokenizer, tiny.reads(128, "truncate"))
@@ -197,9 +192,6 @@ def test_a_canary_that_does_not_fit_is_refused(tokenizer, long_examples):
         encode_secret(CANARY, "text", tokenizer, tiny.reads(length - 3, long_examples))
     assert CANARY.secret not in str(caught.value)
     assert CANARY.carrier not in str(caught.value)
-
-
-# The table.
 
 
 class Pair:
@@ -244,8 +236,3 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
         assert row.group == canary.group
         assert row.inserted == (None if canary.canary_id.startswith("r") else canary.inserted)
     assert len({number for number, _ in words}) == len({token for _, token in words}) == len(words)
-
-
-def test_an_audit_without_its_table_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="run dpllm audit first"):
-        read_tokens(tmp_path / "tokens.parquet")

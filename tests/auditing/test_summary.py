@@ -1,7 +1,5 @@
 """The summary of an audit: everything that reports read, and a verdict that says no more than was shown."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -62,9 +60,6 @@ def make_table(rng, lift, groups=((1, 200), (4, 20)), references=300):
     return rows
 
 
-# The verdict.
-
-
 def bound(value, ceiling=3.7, num_canaries=200, alpha=0.05):
     settings = {"value": value, "alpha": alpha, "delta": 1e-5, "falling": (10, 100), "falling_in": ()}
     settings |= {"best_guesses": 100, "best_side": "falling", "correct": 90, "weight": 400}
@@ -74,16 +69,12 @@ def bound(value, ceiling=3.7, num_canaries=200, alpha=0.05):
 @pytest.mark.parametrize(
     ("claim", "result", "num_inserted", "word"),
     [
-        (CLAIM, bound(4.1, ceiling=5.0), 100, "falsified"),
-        (CLAIM, bound(4.0, ceiling=5.0), 100, "consistent"),
-        (CLAIM, bound(0.0), 100, "consistent"),
-        (CLAIM, bound(0.0, ceiling=0.99), 100, "inconclusive"),
-        (CLAIM, bound(0.0), 0, "inconclusive"),
-        (CLAIM, bound(0.0), 200, "inconclusive"),
-        (CLAIM, bound(0.0, ceiling=0.0, num_canaries=0), 0, "inconclusive"),
-        (None, bound(3.0), 100, "no_claim"),
+        (CLAIM, bound(4.1, ceiling=5.0), 100, "falsified"), (CLAIM, bound(4.0, ceiling=5.0), 100, "consistent"),
+        (CLAIM, bound(0.0), 100, "consistent"), (CLAIM, bound(0.0, ceiling=0.99), 100, "inconclusive"),
+        (CLAIM, bound(0.0), 0, "inconclusive"), (CLAIM, bound(0.0), 200, "inconclusive"),
+        (CLAIM, bound(0.0, ceiling=0.0, num_canaries=0), 0, "inconclusive"), (None, bound(3.0), 100, "no_claim"),
     ],
-)
+)  # fmt: skip
 def test_the_verdict_says_no_more_than_was_shown(claim, result, num_inserted, word):
     said, reason = judge(claim, result, {}, num_inserted, controls())
     assert said == word
@@ -110,12 +101,11 @@ def test_nothing_found_means_nothing_without_a_positive_control():
 )
 def test_without_canaries_of_text_gradient_canaries_decide_about_the_mechanism(value, ceiling, positive, word):
     seen = {"canaries": 100, "inserted": 50, "steps": 9, "epsilon_lower_bound": value, "alpha": 0.02, "delta": 1e-5}
-    seen |= {"ceiling": ceiling, "auc": 0.6, "auc_interval": None, "noise_refuted": False, "drawn_refuted": False}
-    seen |= {"noise": 0.7, "noise_interval": None, "noise_planned": 0.7}
-    seen |= {"drawn": 1.0, "drawn_standard_error": None, "drawn_planned": 1.0}
+    seen |= {"ceiling": ceiling, "auc": 0.6, "noise_refuted": False, "drawn_refuted": False, "noise": 0.7, "drawn": 1.0}
+    seen |= {"noise_planned": 0.7, "drawn_planned": 1.0}
+    seen |= dict.fromkeys(("auc_interval", "noise_interval", "drawn_standard_error"))
     nothing = bound(0.0, ceiling=0.0, num_canaries=0)
-    gradient = GradientAudit.pick(seen)
-    said, reason = judge(CLAIM, nothing, {}, 0, controls(positive=positive), gradient)
+    said, reason = judge(CLAIM, nothing, {}, 0, controls(positive=positive), GradientAudit.pick(seen))
     assert said == word
     assert said == "falsified" or "nothing was asked of the weights" in reason
 
@@ -141,10 +131,8 @@ def test_carriers_whose_words_tell_the_coin_give_no_verdict(seed):
     """What enters the score must not be distinguishable by words alone, and that is the carrier as well as the secret."""
     rng = np.random.default_rng([seed, 11])
     plan = canaries.plan_canaries(CanaryConfig(groups={1: 200}, references=100), generator=random.Random(seed))
-    told = [
-        replace(canary, carrier=f"{canary.carrier.split(' of ')[0]} is") if canary.inserted else canary
-        for canary in plan.canaries
-    ]
+    short = [replace(canary, carrier=f"{canary.carrier.split(' of ')[0]} is") for canary in plan.canaries]
+    told = [other if other.inserted else canary for other, canary in zip(short, plan.canaries, strict=True)]
     for planted, word in ((plan.canaries, "consistent"), (told, "inconclusive")):
         context = AuditContext(words=words_control(planted))
         report = summarised(make_table(rng, 1.0), CLAIM, falling=[40, 120], context=context)
@@ -196,9 +184,8 @@ def test_scores_of_whole_rows_falsify_a_true_claim_no_more_often_than_alpha(orde
         if order != "heavy ties":
             coins = np.sort(coins) if order == "members last" else np.sort(coins)[::-1]
         truthful = rng.random(200) < 1 / (1 + np.exp(-claim.epsilon))
-        table = rows_of_tokens(
-            rng, np.where(truthful, coins, ~coins), coins, noise=0.0 if order == "heavy ties" else 0.2
-        )
+        noise = 0.0 if order == "heavy ties" else 0.2
+        table = rows_of_tokens(rng, np.where(truthful, coins, ~coins), coins, noise=noise)
         summary = summarised(table, claim, falling=[40, 120], falling_in=[30])
         false += summary["verdict"] == "falsified"
     assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
@@ -211,14 +198,10 @@ def rows_of_tokens(rng, answers, coins, *, noise, references=20, tokens=8):
     lifts = np.append(answers, np.zeros(references))[sequence_N]
     base_N = np.round(-6 - np.sin(word_N), 1)
     tuned_N = base_N + np.cos(word_N) + 0.5 * lifts + rng.uniform(-noise, noise, len(word_N))
-    return token_table(
-        tuned_N.reshape(size, tokens),
-        base_N.reshape(size, tokens),
-        groups=(1,) * len(answers) + (0,) * references,
-        coins=(*map(bool, coins), *([None] * references)),
-        secret_N=np.tile(np.arange(tokens) == tokens - 1, size),
-        word_N=word_N,
-    )
+    whose = {"groups": (1,) * len(answers) + (0,) * references, "coins": (*map(bool, coins), *([None] * references))}
+    secret_N = np.tile(np.arange(tokens) == tokens - 1, size)
+    scored = tuned_N.reshape(size, tokens), base_N.reshape(size, tokens)
+    return token_table(*scored, **whose, secret_N=secret_N, word_N=word_N)
 
 
 def test_repeated_groups_find_a_broken_claim_that_the_once_planted_cannot_show(seed):
@@ -247,9 +230,6 @@ def test_the_limit_of_single_units_is_that_of_the_whole_mechanism_where_it_is_lo
     assert rows.limits(1, whole) == {**pair, "auc": 0.6}
     assert rows.limits(4, whole) == rows.limits(4, None)  # of four units the mechanism's curve for one says nothing
     assert people.limits(4, whole) == {**pair, "auc": 0.6}
-
-
-# The summary.
 
 
 def test_a_summary_finds_what_was_memorised_and_only_that(seed):
@@ -297,9 +277,6 @@ def test_a_table_without_references_is_refused():
         summarised([row("a")], CLAIM, alpha=0.05, falling=(10,))
 
 
-# What is computed again.
-
-
 def checked(folder, report):
     """The checks of an audit that is published in ``folder`` and shown on its card."""
     (folder / "audit" / "audit.json").write_text(json.dumps(report))
@@ -317,9 +294,8 @@ def test_a_bound_by_falling_weights_is_computed_again(tmp_path):
     tokens = read_tokens(card / "audit" / "tokens.parquet")
     stated = privacy_record.read(block)
     gradient = check_audits.gradient(card / "audit", stated, parse_audit(report, "audit.json"))
-    context = AuditContext(
-        stated.plan.limits.to_json(), report["controls"]["words"], report["controls"]["twin"], gradient=gradient
-    )
+    known = report["controls"]
+    context = AuditContext(stated.plan.limits.to_json(), known["words"], known["twin"], gradient=gradient)
     fresh = summarised(tokens, Claim(**report["claim"]), context=context, **DEFAULT)
     settings = {"alpha": 0.05, **{name: list(ways) for name, ways in DEFAULT.items()}}
     report = {**report, **fresh, "settings": {**report["settings"], **settings}}

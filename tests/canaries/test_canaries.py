@@ -1,26 +1,30 @@
-"""Canaries: fair independent coins, unequal texts, a constant number of slots, and nothing that leaks."""
+"""Canaries: fair independent coins, unequal texts, a constant number of slots, and nothing that leaks; pairs and labels too."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import stat
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-import entropy
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published import other
 from pydantic import ValidationError
 from scipy import stats
 
+from dpllm.auditing.bounds import epsilon_of
 from dpllm.canaries import canaries, texts
-from dpllm.canaries.canaries import check_fits, load, plan_canaries, redraw_coins, save, slots
+from dpllm.canaries.canaries import CanaryPlan, check_fits, load, plan_canaries, redraw_coins, save, slots
 from dpllm.canaries.texts import Canary
 from dpllm.errors import ConfigError
-from dpllm.privacy.noise import os_entropy
+from dpllm.privacy.releases import flip_probability, flipped
 from dpllm.recipe.config import DataConfig
 from dpllm.recipe.sections import AuditConfig, CanaryConfig
 from dpllm.run.directory import RunDir
@@ -37,9 +41,8 @@ def everyone(plan):
 
 def test_carriers_and_secrets_are_distinct_and_shaped_as_the_recipe_says():
     plan = plan_canaries(CanaryConfig(groups={1: 300, 16: 20}, digits=4, references=1000))
-    assert len({canary.carrier for canary in everyone(plan)}) == 1320
-    assert len({canary.secret for canary in everyone(plan)}) == 1320
-    assert len({canary.canary_id for canary in everyone(plan)}) == 1320
+    for attribute in ("carrier", "secret", "canary_id"):
+        assert len({getattr(canary, attribute) for canary in everyone(plan)}) == 1320
     assert all(len(canary.secret) == 4 and canary.secret.isdigit() for canary in everyone(plan))
     assert not any(character.isdigit() for canary in everyone(plan) for character in canary.carrier)
     assert [canary.group for canary in plan.canaries] == [1] * 300 + [16] * 20
@@ -78,52 +81,47 @@ def test_entropy_is_the_operating_systems_whatever_the_user_seeds():
         random.seed(0)
         np.random.seed(0)
         plans.append(plan_canaries(SMALL))
-    assert plans[0].commitment != plans[1].commitment
-    assert {c.secret for c in plans[0].canaries} != {c.secret for c in plans[1].canaries}
-    assert [c.inserted for c in plans[0].canaries] != [c.inserted for c in plans[1].canaries]
+    first, second = plans
+    assert first.commitment != second.commitment
+    assert {c.secret for c in first.canaries} != {c.secret for c in second.canaries}
+    assert [c.inserted for c in first.canaries] != [c.inserted for c in second.canaries]
 
 
 UNITS = DataConfig(train="rows.jsonl", unit="patient", max_examples_per_unit=8)
+ROWS_OF_UNITS = UNITS.model_copy(update={"sampling": "example"})
 
 
-@pytest.mark.parametrize("data", [ROWS, UNITS], ids=["rows", "units"])
+@pytest.mark.parametrize("data", [ROWS, UNITS, ROWS_OF_UNITS], ids=["rows", "units", "rows of units"])
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    groups=st.dictionaries(st.integers(1, 8), st.integers(1, 30), min_size=1, max_size=4), draw=st.integers(0, 2**32)
+    groups=st.dictionaries(st.integers(1, 8), st.integers(1, 30), min_size=1, max_size=4),
+    answers=st.integers(1, 2),
+    draw=st.integers(0, 2**32),
 )
-def test_the_number_of_slots_is_public_and_does_not_depend_on_the_coins(data, groups, draw):
+def test_the_number_of_slots_is_public_and_does_not_depend_on_the_coins(data, groups, answers, draw):
     """A row of each repetition holds one; where units are drawn, a canary is one unit."""
     config = CanaryConfig(groups=groups, references=100)
-    slots_of = {group: group if data is ROWS else 1 for group in groups}
-    plan = plan_canaries(config, generator=random.Random(draw))
+    slots_of = {group: 1 if data is UNITS else group for group in groups}
+    plan = plan_canaries(config, answers=answers, generator=random.Random(draw))
     filled = slots(plan, data)
     assert len(filled) == num_slots(AuditConfig(canaries=config), data)
     assert len(filled) == sum(slots_of[group] * number for group, number in groups.items())
     expected = []
-    for canary in plan.canaries:
+    for canary in (canary for canary in plan.canaries if canary.inserted):
         num = slots_of[canary.group]
-        expected += [(canary,) * (canary.group // num)] * num if canary.inserted else []
+        expected += [(canary,) * (canary.group // num)] * num
     assert [slot for slot in filled if slot] == expected
-
-
-def test_where_rows_are_drawn_each_repetition_holds_a_slot_and_one_unit_brings_them_all():
-    rows = UNITS.model_copy(update={"sampling": "example"})
-    plan = plan_canaries(SMALL)
-    assert len(slots(plan, rows)) == num_slots(ONLY_TEXT, rows) == 30 + 4 * 5
-    assert slots(plan, rows) == slots(plan, ROWS)
 
 
 @pytest.mark.parametrize("sampling", ["unit", "example"])
 def test_a_canary_of_more_rows_than_a_unit_may_bring_is_refused(sampling):
     data = DataConfig(train="rows.jsonl", unit="patient", max_examples_per_unit=3, sampling=sampling)
-    with pytest.raises(
-        ConfigError, match=r"audit\.canaries\.groups: .* belong to one patient.*data\.max_examples_per_unit"
-    ):
+    with pytest.raises(ConfigError, match=r"audit\.canaries\.groups: .*data\.max_examples_per_unit"):
         num_slots(ONLY_TEXT, data)
     assert num_slots(ONLY_TEXT, data.model_copy(update={"max_examples_per_unit": 4})) > 0
 
 
-@pytest.mark.parametrize("limit", [1, 3, 4, 8, 31, 32, None])
+@pytest.mark.parametrize("limit", [1, 3, 4, 31, 32, None])
 def test_the_usual_canaries_fit_the_rows_of_a_unit(limit: int | None) -> None:
     """The audit advises them for a run that has none."""
     usual = CanaryConfig.usual_groups(limit)
@@ -151,17 +149,15 @@ def test_a_plan_fits_the_section_that_it_was_made_from_and_no_other(tmp_path):
     # The last key is not read by this kind, so the texts do not follow from it.
     for same in ({}, {"tokens": 9}):
         assert check_fits(plan, AuditConfig(canaries=SMALL.model_copy(update=same)), path) is plan
-    for key, value in CHANGES.items():
+    others = [(plan, AuditConfig(canaries=SMALL.model_copy(update={key: value}))) for key, value in CHANGES.items()]
+    others += [(replace(plan, settings={}), ONLY_TEXT), (plan, AuditConfig(canaries=SMALL, gradient_canaries=3))]
+    for changed, audit in others:
         with pytest.raises(ConfigError, match="planned for another recipe"):
-            check_fits(plan, AuditConfig(canaries=SMALL.model_copy(update={key: value})), path)
-    with pytest.raises(ConfigError, match="planned for another recipe"):
-        check_fits(replace(plan, settings={}), ONLY_TEXT, path)
-    with pytest.raises(ConfigError, match="planned for another recipe"):
-        check_fits(plan, AuditConfig(canaries=SMALL, gradient_canaries=3), path)
+            check_fits(changed, audit, path)
 
 
 def test_a_saved_plan_comes_back_and_is_for_its_owner_alone(tmp_path):
-    plan = plan_canaries(SMALL)
+    plan = plan_canaries(SMALL, gradient=20)
     path = tmp_path / "canaries.json"
     save(plan, path)
     assert load(path) == plan
@@ -169,20 +165,7 @@ def test_a_saved_plan_comes_back_and_is_for_its_owner_alone(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["canaries.json"]
 
 
-def other(value):
-    """Another value of the same type."""
-    if value is None:
-        return 1.0
-    if isinstance(value, dict):
-        return {**value, "groups": {"1": 31}}
-    if isinstance(value, list):
-        return [*value, True]
-    return not value if isinstance(value, bool) else value[::-1] + "0" if isinstance(value, str) else value + 1
-
-
 FIELDS = [(part, field) for part in ("canaries", "references") for field in Canary.__dataclass_fields__]
-
-
 ALONE = ("kind", "log2_secrets", "settings", "salt", "commitment", "gradient_key", "gradient_coins", "label_epsilon")
 
 
@@ -199,7 +182,7 @@ def check_tampered(path, value):
         load(path)
 
 
-@pytest.mark.parametrize("where", [*FIELDS, *((name,) for name in ALONE)])
+@pytest.mark.parametrize("where", [*FIELDS, *((name,) for name in ALONE)], ids=".".join)
 def test_a_plan_changed_anywhere_does_not_match_its_commitment(saved, where):
     path, value = saved
     assert {"canaries", "references", *ALONE} == value.keys() - {"schema_version"}
@@ -211,12 +194,11 @@ def test_a_plan_changed_anywhere_does_not_match_its_commitment(saved, where):
 @pytest.mark.parametrize("change", ["swap", "drop", "move"])
 def test_neither_order_nor_number_can_be_changed(saved, change):
     path, value = saved
-    canaries, references = value["canaries"], value["references"]
     if change == "swap":
-        canaries[0], canaries[1] = canaries[1], canaries[0]
+        value["canaries"][:2] = value["canaries"][1::-1]
     else:
-        moved = references.pop()
-        canaries.extend([moved] if change == "move" else [])
+        moved = value["references"].pop()
+        value["canaries"] += [moved] if change == "move" else []
     check_tampered(path, value)
 
 
@@ -248,43 +230,27 @@ def test_a_damaged_plan_is_refused(tmp_path):
             load(path)
 
 
-def test_the_commitment_hides_the_plan_behind_its_salt():
-    plan = plan_canaries(SMALL)
-    assert len(bytes.fromhex(plan.salt)) == 32
-    salted = canaries._commit(replace(plan, salt="00" * 32))
-    assert salted != plan.commitment == canaries._commit(plan)
-
-
 def test_printing_a_plan_shows_no_text_and_no_salt():
     plan = plan_canaries(SMALL)
-    shown = repr(plan)
-    assert plan.salt not in shown
-    assert not any(canary.secret in shown or canary.carrier in shown for canary in everyone(plan))
+    hidden = [plan.salt, *(text for canary in everyone(plan) for text in (canary.secret, canary.carrier))]
+    assert not any(text in repr(plan) for text in hidden)
 
 
 def test_examples_are_rows_of_each_format():
     canary = Canary("c00000", 1, "The locker code for the north store of Halvorsen is", "12345678", inserted=True)
     assert canary.example("text") == {"text": "The locker code for the north store of Halvorsen is 12345678"}
     assert canary.example("prompt_completion") == {"prompt": canary.carrier, "completion": "12345678"}
-    user, assistant = canary.example("messages")["messages"]
-    assert (user["role"], user["content"]) == ("user", canary.carrier)
-    assert (assistant["role"], assistant["content"]) == ("assistant", "12345678")
+    turns = [(turn["role"], turn["content"]) for turn in canary.example("messages")["messages"]]
+    assert turns == [("user", canary.carrier), ("assistant", "12345678")]
 
 
-def test_more_canaries_than_secrets_are_refused():
-    with pytest.raises(ConfigError, match=r"raise audit\.canaries\.digits"):
-        plan_canaries(CanaryConfig(groups={1: 9_950}, digits=4, references=100))
-
-
-def test_gradient_canaries_hold_slots_have_coins_of_their_own_and_are_committed_to(tmp_path):
+def test_gradient_canaries_hold_slots_and_have_coins_of_their_own():
     config = AuditConfig(canaries=SMALL, gradient_canaries=400)
     assert num_slots(config, ROWS) == num_slots(ONLY_TEXT, ROWS) + 400
     plan, second = (plan_canaries(SMALL, gradient=400) for _ in range(2))
     assert len(plan.gradient_coins) == 400
     assert 140 < sum(plan.gradient_coins) < 260  # six standard deviations
     assert plan.gradient_key != second.gradient_key
-    save(plan, tmp_path / "canaries.json")
-    assert load(tmp_path / "canaries.json") == plan
     redrawn = redraw_coins(plan)
     assert (redrawn.gradient_key, redrawn.gradient_coins) != (plan.gradient_key, plan.gradient_coins)
 
@@ -298,15 +264,109 @@ def test_beside_gradient_canaries_alone_no_text_is_planted():
     assert (alone.plants, AuditConfig().plants) == (True, False)
 
 
-def test_whole_runs_of_tests_draw_from_their_seed_and_users_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drawn(*words: object) -> tuple[int, canaries.CanaryPlan]:
-        with entropy.from_seed(*words):
-            return os_entropy(), plan_canaries(CanaryConfig(groups={1: 40}, references=100))
+def test_both_answers_of_a_pair_are_secrets_of_their_own_drawn_alike(seed: int) -> None:
+    plan = plan_canaries(CanaryConfig(groups={1: 3000}, references=100), answers=2, generator=random.Random(seed))
+    assert len({text for canary in everyone(plan) for text in (canary.secret, canary.rejected)}) == 2 * 3100
+    for canary in (canary for canary in plan.canaries if canary.inserted):
+        row = {"prompt": canary.carrier, "chosen": canary.secret, "rejected": canary.rejected}
+        assert canary.example("preference") == row
+    larger = sum(canary.secret > canary.rejected for canary in everyone(plan))
+    assert stats.binomtest(larger, 3100).pvalue > 1e-8
 
-    assert drawn("train", 1) == drawn("train", 1)
-    for first, second in zip(drawn("train", 1), drawn("train", 2), strict=True):
-        assert first != second
-    before = drawn("train", 1)
-    monkeypatch.setenv(entropy.SEED, "another")
-    assert drawn("train", 1) != before
-    assert os_entropy() != os_entropy()
+
+def test_the_answers_of_a_pair_are_canaries_of_their_own_and_a_text_is_itself() -> None:
+    (first, second), text = plan_canaries(SMALL, answers=2).canaries[0].answers, plan_canaries(SMALL).canaries[0]
+    assert (first.canary_id, second.canary_id) == ("c00000", "c00000-")
+    assert first.carrier == second.carrier
+    assert first.secret != second.secret
+    assert (first.rejected, second.rejected) == ("", "")
+    assert text.answers == (text,)
+
+
+def test_the_commitment_binds_answers_and_flips_and_that_of_texts_is_as_it_was(tmp_path: Path) -> None:
+    """Audits from before pairs are checked against theirs."""
+    plan = plan_canaries(SMALL)
+    old = {key: value for key, value in asdict(plan).items() if key not in ("commitment", "salt", "label_epsilon")}
+    for canary in [*old["canaries"], *old["references"]]:
+        for key in ("rejected", "flipped", "completion"):
+            del canary[key]
+    content = json.dumps(old, sort_keys=True, separators=(",", ":")).encode()
+    salt = bytes.fromhex(plan.salt)
+    assert (len(salt), plan.commitment) == (32, hashlib.sha256(salt + content).hexdigest())
+    path = tmp_path / "canaries.json"
+    path.write_text(json.dumps({**old, "commitment": plan.commitment, "salt": plan.salt}))
+    assert load(path) == plan
+    plan = plan_canaries(SMALL, answers=2, label_epsilon=1.0)
+    for change in ({"rejected": "1"}, {"flipped": not plan.canaries[0].flipped}):
+        save(replace(plan, canaries=(replace(plan.canaries[0], **change), *plan.canaries[1:])), path)
+        with pytest.raises(ConfigError, match="does not match its own commitment"):
+            load(path)
+    save(plan, path)
+    assert load(path) == plan
+
+
+def test_texts_pairs_and_labels_are_no_canaries_of_each_other(tmp_path: Path) -> None:
+    audit, path = AuditConfig(canaries=SMALL), tmp_path / "canaries.json"
+    assert check_fits(plan_canaries(SMALL, answers=2), audit, path, answers=2)
+    for plan, epsilon in ((plan_canaries(SMALL), None), (plan_canaries(SMALL, answers=2, label_epsilon=1.0), 2.0)):
+        with pytest.raises(ConfigError, match="planned for another recipe"):
+            check_fits(plan, audit, path, answers=2, label_epsilon=epsilon)
+
+
+LABELS = CanaryConfig(groups={1: 2000}, references=100)
+
+
+def labels(seed: int, epsilon: float = 1.0) -> CanaryPlan:
+    return plan_canaries(LABELS, answers=2, label_epsilon=epsilon, generator=random.Random(seed))
+
+
+def planted(plan: CanaryPlan) -> list[bool]:
+    """Of each pair, whether the answer that its coin prefers is what trains."""
+    shown = [canary.example("preference")["chosen"] for canary in plan.canaries]
+    return [(text == canary.secret) == canary.inserted for text, canary in zip(shown, plan.canaries, strict=True)]
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 1.0, 3.0])
+def test_a_label_of_a_canary_is_flipped_as_every_label_is(epsilon: float, seed: int) -> None:
+    plan = labels(seed, epsilon)
+    assert all(slots(plan, ROWS))  # whatever the coin says
+    assert not plan.references
+    wrong = ~np.array(planted(plan))
+    assert stats.binomtest(int(wrong.sum()), len(wrong), flip_probability(epsilon)).pvalue > 1e-8
+    coins = np.array([canary.inserted for canary in plan.canaries])
+    counts = [[(flips & sides).sum() for flips in (wrong, ~wrong)] for sides in (coins, ~coins)]
+    assert stats.fisher_exact(counts).pvalue > 1e-8
+
+
+def test_a_flip_is_drawn_once_and_anew_for_another_run(tmp_path: Path, seed: int) -> None:
+    plan = labels(seed)
+    save(plan, tmp_path / "canaries.json")
+    assert planted(load(tmp_path / "canaries.json")) == planted(plan)
+    redrawn = redraw_coins(plan, generator=random.Random(seed + 1))
+    same = sum(a == b for a, b in zip(planted(redrawn), planted(plan), strict=True))
+    share = flip_probability(1.0) ** 2 + (1 - flip_probability(1.0)) ** 2
+    assert stats.binomtest(same, len(plan.canaries), share).pvalue > 1e-8
+
+
+def shown(plan: CanaryPlan) -> float:
+    """The bound of the audit's theorem for an attacker who sees every trained label and guesses all coins by them."""
+    right, number = sum(not canary.flipped for canary in plan.canaries), len(plan.canaries)
+    return epsilon_of(number, (number,), right, delta=0.0, alpha=0.05)
+
+
+def test_whoever_sees_every_label_proves_nearly_its_epsilon_and_not_more(seed: int) -> None:
+    bounds = [shown(labels(seed + number)) for number in range(20)]
+    assert sum(value > 1.0 for value in bounds) <= 6  # of 20 at a level of 1/20, beyond it once in 10^4
+    assert min(bounds) > 0.6
+
+
+MUTANTS: dict[str, Callable[[float, Any], bool]] = {
+    "no flips": lambda epsilon, below: False,
+    "another epsilon": lambda epsilon, below: flipped(2 * epsilon, below),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_labels_flipped_too_seldom_are_seen(mutant: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(canaries, "flipped", MUTANTS[mutant])
+    assert shown(labels(seed)) > 1.4

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import random
-import subprocess
-import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import compress
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiny
+import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import run_program
 from pydantic import ValidationError
 from scipy import stats
 
@@ -25,7 +27,6 @@ from dpllm.canaries.canaries import plan_canaries, redraw_coins
 from dpllm.canaries.texts import ModelSource, encode_secret
 from dpllm.errors import ConfigError
 from dpllm.model import loading
-from dpllm.recipe.config import RunConfig
 from dpllm.recipe.sections import CanaryConfig
 from dpllm.text.tokens import encode
 
@@ -37,14 +38,9 @@ CHAT = (
 
 
 def recipe(**data):
-    value = {
-        "model": {"name_or_path": "builtin:tiny"},
-        "adapter": {"method": "lora", "modules_to_save": ["lm_head"]},
-        "data": {"train": "rows.jsonl", "format": "text", "max_length": 64, **data},
-        "train": {"steps": 1},
-        "output_dir": "run",
-    }
-    return RunConfig.model_validate(value)
+    adapter = {"method": "lora", "modules_to_save": ["lm_head"]}
+    data = {"format": "text", "max_length": 64, **data}
+    return tiny_models.recipe(model={"name_or_path": "builtin:tiny"}, adapter=adapter, data=data)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,9 +73,12 @@ def encoded(canary, tokenizer, fmt="text"):
     return list(compress(sequence.input_ids, mask))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fmt", ["text", "prompt_completion"])
-def test_every_secret_is_learned_whole_and_stands_nowhere_else(kind, fmt, tokenizer):
+ROWS = [*itertools.product(("text", "prompt_completion"), KINDS), ("messages", "random_tokens")]
+
+
+@pytest.mark.parametrize(("fmt", "kind"), ROWS)
+def test_every_secret_is_learned_whole_and_stands_nowhere_else(fmt, kind, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT.replace("m['content']", "m['content'] | trim"))
     model = source_of(tokenizer, format=fmt)
     plan = plan_canaries(config(kind), source=model, generator=random.Random(3))
     assert plan.kind == kind
@@ -95,15 +94,6 @@ def test_every_secret_is_learned_whole_and_stands_nowhere_else(kind, fmt, tokeni
         assert len(ids) == {"random_tokens": 6, "new_tokens": 1}.get(kind, len(ids))
 
 
-def test_secrets_of_a_chat_are_learned_whole_too(tokenizer, monkeypatch):
-    trimmed = CHAT.replace("m['content']", "m['content'] | trim")
-    monkeypatch.setattr(tokenizer, "chat_template", trimmed)
-    plan = plan_canaries(
-        config("random_tokens"), source=source_of(tokenizer, format="messages"), generator=random.Random(4)
-    )
-    assert {len(encoded(canary, tokenizer, "messages")) for canary in everyone(plan)} == {6}
-
-
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(st.integers(3, 12), st.integers(0, 2**32))
 def test_secrets_have_the_length_that_the_recipe_says(source, tokenizer, tokens, entropy):
@@ -115,29 +105,24 @@ def test_secrets_have_the_length_that_the_recipe_says(source, tokenizer, tokens,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_follows_from_its_entropy_and_from_nothing_else(kind, source):
-    plans = [
-        plan_canaries(config(kind, once=10, tokens=3), source=source, generator=random.Random(entropy))
-        for entropy in (5, 5, 6)
-    ]
-    assert plans[0] == plans[1]
-    assert plans[0].commitment != plans[2].commitment
-    assert not {canary.carrier for canary in plans[0].canaries} & {canary.carrier for canary in plans[2].canaries}
+    settings = config(kind, once=10, tokens=3)
+    first, same, other = (plan_canaries(settings, source=source, generator=random.Random(key)) for key in (5, 5, 6))
+    assert first == same
+    assert first.commitment != other.commitment
+    assert not {canary.carrier for canary in first.canaries} & {canary.carrier for canary in other.canaries}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_candidates_are_like_references_and_coins_like_nothing(kind, source, tokenizer, seed):
     """Kolmogorov-Smirnov on what a text shows, 3 kinds by 4 features by 2 questions: 24 tests."""
-    many = {"once": 60, "references": 100} if kind == "new_tokens" else {"once": 150, "references": 150, "tokens": 4}
-    plan = plan_canaries(config(kind, **many), source=source, generator=random.Random(seed))
-    features = [
-        lambda canary: len(canary.carrier),
-        lambda canary: len(canary.secret),
-        lambda canary: canary.secret,
-        lambda canary: sum(encoded(canary, tokenizer)),
+    sizes = {"once": 60, "references": 100} if kind == "new_tokens" else {"once": 150, "references": 150, "tokens": 4}
+    plan = plan_canaries(config(kind, **sizes), source=source, generator=random.Random(seed))
+    shown = [
+        (len(canary.carrier), len(canary.secret), canary.secret, sum(encoded(canary, tokenizer)))
+        for canary in everyone(plan)
     ]
     coins = np.array([canary.inserted for canary in plan.canaries])
-    for feature in features:
-        values = [feature(canary) for canary in everyone(plan)]
+    for values in zip(*shown, strict=True):
         rank_of = {value: rank for rank, value in enumerate(sorted(set(values)))}
         ranks = np.array([rank_of[value] for value in values])
         candidates, references = ranks[: len(coins)], ranks[len(coins) :]
@@ -197,12 +182,6 @@ def test_new_tokens_are_one_for_each_canary_and_rarely_expected(source, tokenize
     assert expected[used].mean() < expected[source.first_ids].mean()
 
 
-def test_more_canaries_than_the_vocabulary_has_tokens_are_refused(source):
-    """The builtin vocabulary has a thousand tokens; a recipe's default is two thousand canaries and references."""
-    with pytest.raises(ConfigError, match=r"2040 canaries and references need .* the vocabulary has"):
-        plan_canaries(CanaryConfig(kind="new_tokens"), source=source, generator=random.Random(9))
-
-
 def test_kinds_of_the_base_model_need_one():
     for kind in set(KINDS) - {"digits"}:
         with pytest.raises(ConfigError, match="no model was given"):
@@ -215,6 +194,8 @@ def test_kinds_of_the_base_model_need_one():
     ("settings", "advice"),
     [
         ({"kind": "random_tokens", "tokens": 1, "groups": {1: 900}, "references": 100}, r"audit\.canaries\.tokens"),
+        ({"kind": "new_tokens"}, r"2040 canaries and references need .* the vocabulary has"),  # a thousand tokens
+        ({"groups": {1: 9_950}, "digits": 4, "references": 100}, r"raise audit\.canaries\.digits"),
         ({"groups": {1: 9_000_000_000}}, "distinct sentences"),
     ],
 )
@@ -253,19 +234,17 @@ def test_what_is_not_read_back_is_refused_and_quotes_nothing(tokenizer, source, 
         plan_canaries(config("random_tokens"), source=unread, generator=random.Random(13))
     monkeypatch.setattr(unread, "check_room", lambda *arguments: None)
     empty = SimpleNamespace(first_ids=[], ordinary_ids=[1], check_room=unread.check_room)
-    with pytest.raises(ConfigError, match="use kind digits"):
-        plan_canaries(config("random_tokens"), source=empty, generator=random.Random(13))
-    with pytest.raises(ConfigError, match="use kind digits"):
-        plan_canaries(config("random_tokens"), source=unread, generator=random.Random(13))
+    for unusable in (empty, unread):
+        with pytest.raises(ConfigError, match="use kind digits"):
+            plan_canaries(config("random_tokens"), source=unusable, generator=random.Random(13))
 
 
 def test_new_coins_keep_the_texts_and_forget_the_old_coins(source, seed):
     generator = random.Random(seed)
     plan = plan_canaries(CanaryConfig(groups={1: 5_000}, references=100), generator=generator)
     redrawn = redraw_coins(plan, generator=generator)
-    assert [(c.canary_id, c.group, c.carrier, c.secret) for c in everyone(redrawn)] == [
-        (c.canary_id, c.group, c.carrier, c.secret) for c in everyone(plan)
-    ]
+    without_coins = [[replace(canary, inserted=False) for canary in everyone(drawn)] for drawn in (plan, redrawn)]
+    assert without_coins[0] == without_coins[1]
     assert (redrawn.kind, redrawn.settings, redrawn.log2_secrets) == (plan.kind, plan.settings, plan.log2_secrets)
     assert redrawn.salt != plan.salt
     assert redrawn.commitment != plan.commitment
@@ -278,12 +257,10 @@ def test_new_coins_keep_the_texts_and_forget_the_old_coins(source, seed):
 
 def test_neither_planning_without_a_model_nor_statistics_import_torch():
     code = (
-        "import sys, dpllm.auditing.summary\n"
-        "from dpllm.canaries.canaries import plan_canaries; from dpllm.recipe.sections import CanaryConfig\n"
-        "plan_canaries(CanaryConfig(groups={1: 5}, references=100))\n"
-        "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
+        "import sys, dpllm.auditing.summary; from dpllm.canaries.canaries import plan_canaries, CanaryConfig; "
+        "plan_canaries(CanaryConfig(groups={1: 5}, references=100)); print({'torch', 'transformers'} & {*sys.modules})"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run_program("-c", code) == "set()\n"
 
 
 # Secrets in prompts.
@@ -312,8 +289,6 @@ def test_only_digits_stand_in_prompts(kind):
 
 
 def test_rows_without_prompts_hold_no_secret_in_them():
-    in_prompts = config("digits", place="prompt")
-    with pytest.raises(ConfigError, match="format preference"):
-        plan_canaries(in_prompts, answers=2).canaries[0].example("preference")
-    with pytest.raises(ConfigError, match="format text"):
-        plan_canaries(in_prompts).canaries[0].example("text")
+    for fmt, answers in (("preference", 2), ("text", 1)):
+        with pytest.raises(ConfigError, match=f"format {fmt}"):
+            plan_canaries(config("digits", place="prompt"), answers=answers).canaries[0].example(fmt)

@@ -1,7 +1,5 @@
 """What a model card must and must not say."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import itertools
@@ -42,7 +40,7 @@ from dpllm.privacy.events import dp_sgd_event
 from dpllm.privacy.noise import noise_scale
 from dpllm.statement import formatting
 
-# What is said
+positive = st.floats(min_value=1e-6, max_value=1e6, allow_nan=False)
 
 
 def test_the_statement_carries_the_same_numbers_as_plan_and_record() -> None:
@@ -57,17 +55,11 @@ def test_the_statement_carries_the_same_numbers_as_plan_and_record() -> None:
     assert block["plan"] == plan()
     assert block["composed"]["spent_epsilon"] == 4.25
     assert block["guarantee"] is True
-    assert block["base_model"] == {
-        "name": "openai-community/gpt2",
-        "revision": record()["model"]["commit"],
-        "covered": False,
-    }
-    assert matter["base_model"] == "openai-community/gpt2"
+    gpt2 = {"name": "openai-community/gpt2", "revision": record()["model"]["commit"], "covered": False}
+    assert block["base_model"] == gpt2
+    assert matter["base_model"] == gpt2["name"]
     assert matter["library_name"] == "peft"
     assert matter["tags"] == ["differential-privacy", "dp-sgd", "dpllm", "lora", "clinical"]
-
-
-positive = st.floats(min_value=1e-6, max_value=1e6, allow_nan=False)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -133,12 +125,15 @@ def words_of(**changes: object) -> str:
     return " ".join(render_card(config(), plan(**changes), record(), None)[0].split())
 
 
-def test_the_limits_of_the_whole_profile_and_other_deltas_are_stated_rounded_up() -> None:
+def test_limits_and_other_deltas_are_stated_rounded_up_and_a_missing_second_accountant_is_said() -> None:
     card = words_of(limits=LIMITS, curve=CURVE)
     assert "that of μ = 0.9333" in card
     assert "| ε at other δ | 2.316 at 0.0001, 2.964 at 1e-05, not certified at 1e-30 |" in card
     assert "μ" not in words_of(limits={**LIMITS, "gdp_mu": None})
     assert "at other δ" not in words_of(curve=[])
+    card = words_of(cross_check=None)
+    assert "| Second accountant | none supports this event |" in card
+    assert "none supports" not in words_of()
 
 
 def test_the_one_membership_limit_is_the_tightest_that_is_known() -> None:
@@ -147,15 +142,6 @@ def test_the_one_membership_limit_is_the_tightest_that_is_known() -> None:
     said = re.findall(r"at most ([\d.]+%)", card)
     assert said == ["3.7%", "3.7%", "0.7%"]  # the first screen; the figure in words, at 1% and 0.1%
     assert "3.7%" not in words_of()
-
-
-def test_a_card_without_a_second_accountant_says_so() -> None:
-    card = words_of(cross_check=None)
-    assert "| Second accountant | none supports this event |" in card
-    assert "none supports" not in words_of()
-
-
-# No guarantee
 
 
 def test_baseline_says_so_first_and_gives_no_audit_numbers(tmp_path: Path) -> None:
@@ -186,9 +172,12 @@ def test_broken_assumption_is_the_first_line_and_epsilon_is_no_guarantee() -> No
     assert str(SECRET_SEED) not in text  # who knows it can take the noise off
 
 
-def test_tags_of_the_recipe_cannot_claim_what_the_run_lacks() -> None:
+def test_a_run_that_promises_nothing_claims_no_tags_and_no_secret_generator() -> None:
     recipe = config(card={"tags": ["differential-privacy", "clinical"]})
     assert front_matter(render_card(recipe, plan(), broken(), None)[0])["tags"] == ["dpllm", "lora", "clinical"]
+    recipe = config(privacy={"secure_noise": True, "insecure_seed": SECRET_SEED})
+    text, _ = render_card(recipe, plan(), broken(), None)
+    assert "keyed by the operating system" not in text
 
 
 def test_a_lower_bound_above_the_claim_takes_the_guarantee_away() -> None:
@@ -198,9 +187,6 @@ def test_a_lower_bound_above_the_claim_takes_the_guarantee_away() -> None:
     text, block = render_card(config(), plan(), record(), the_audit)
     assert block["guarantee"] is False
     assert "audit of these weights contradicts it" in first_line(text)
-
-
-# Nothing private
 
 
 def test_nothing_private_is_read(tmp_path: Path) -> None:
@@ -269,9 +255,6 @@ def test_datasets_lists_public_hub_data_only(train: str, public: bool, listed: l
     assert front_matter(render_card(recipe, plan(), record(), None)[0]).get("datasets") == listed
 
 
-# Files
-
-
 def test_the_front_matter_names_the_statement_by_its_hash(tmp_path: Path) -> None:
     run = make_run(tmp_path, config(), plan(), record(), audit())
     path = write_card(run)
@@ -322,12 +305,6 @@ def test_the_card_says_what_noise_on_a_lattice_was_added() -> None:
     assert block["randomness"]["lattice"] == lattice
     assert "rounded to one lattice" in text
     assert "over 1,000,000 coordinates" in text
-
-
-def test_a_seeded_run_names_no_generator_as_secret() -> None:
-    recipe = config(privacy={"secure_noise": True, "insecure_seed": SECRET_SEED})
-    text, _ = render_card(recipe, plan(), broken(), None)
-    assert "keyed by the operating system" not in text
 
 
 def test_tables_of_the_card_are_whole() -> None:

@@ -1,14 +1,15 @@
-"""What was released about the data stands on the card, with what it costs together with the run, if it is these data."""
-
-from __future__ import annotations
+"""What a card says of an audit and of what was released about the data, with what that costs together with the run."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cards import (
     EPSILON,
+    HASH,
+    SETTINGS,
     Json,
     audit,
     baseline,
@@ -30,21 +31,17 @@ from dpllm.privacy import embedded
 from dpllm.privacy.accounting import compose, epsilon
 from dpllm.privacy.events import PureDP, read
 from dpllm.statement import section
+from dpllm.statement.audit_bounds import Claim
 from dpllm.verification import check_released
 from dpllm.verification.values import Wrong
 
-OTHERWISE: tuple[Json, ...] = (
-    {"error_95": 7.2},
-    {"error_95": 72.393},
-    {"error_of": "units"},
-    {"mechanism": "Gaussian"},
-    {"mechanism": "permute-and-flip"},
-    {"statistic": "the names of all"},
-    {"statistic": "quantile 0.5 of label"},
-    {"statistic": "number of units"},
-    {"declared": {}},
-    {"declared": {"values": ["yes", "no"], "numbers": [0, 1]}},
-)
+OTHERWISE: dict[str, list[Any]] = {
+    "error_95": [7.2, 72.393],
+    "error_of": ["units"],
+    "mechanism": ["Gaussian", "permute-and-flip"],
+    "statistic": ["the names of all", "quantile 0.5 of label", "number of units"],
+    "declared": [{}, {"values": ["yes", "no"], "numbers": [0, 1]}],
+}
 RUN_AND_TWO = compose([read(plan()["event"]), PureDP(0.25), PureDP(0.25)])
 
 
@@ -60,15 +57,14 @@ def test_the_card_shows_each_release_and_the_epsilon_of_all_with_the_run() -> No
     assert "At most 6 rows of a unit" in part
 
 
-def test_without_statistics_nothing_is_said_of_them() -> None:
+def test_a_run_without_a_guarantee_states_no_total_and_a_card_without_statistics_nothing() -> None:
+    block = render_card(config(), plan(), broken(), None, statistics=described())[1]
+    assert block["statistics"]["with_run"] is None
+    with pytest.raises(ConfigError, match="do not add"):
+        render_card(baseline(), None, baseline_record(), None, statistics=described())
     text, block = render_card(config(), plan(), record(), audit())
     assert "statistics" not in block
     assert "Released statistics" not in text
-
-
-def test_a_run_without_a_guarantee_states_no_total() -> None:
-    block = render_card(config(), plan(), broken(), None, statistics=described())[1]
-    assert block["statistics"]["with_run"] is None
 
 
 @pytest.mark.parametrize(
@@ -87,11 +83,6 @@ def test_other_data_another_unit_or_a_dry_run_are_refused(change: Json) -> None:
         render_card(config(), plan(), record(), audit(), statistics=described(**change))
 
 
-def test_a_run_without_privacy_shows_none() -> None:
-    with pytest.raises(ConfigError, match="do not add"):
-        render_card(baseline(), None, baseline_record(), None, statistics=described())
-
-
 def test_the_file_is_kept_beside_the_run_for_the_next_card(tmp_path: Path) -> None:
     write_json(tmp_path / "stats.json", described())
     run = make_run(tmp_path / "run", config(), plan(), record(), audit())
@@ -107,9 +98,13 @@ def test_the_file_is_kept_beside_the_run_for_the_next_card(tmp_path: Path) -> No
         write_card(run, tmp_path / "stats.json")
 
 
+def shown() -> Json:
+    """The statement of a card with statistics."""
+    return dict(json.loads(json.dumps(render_card(config(), plan(), record(), audit(), statistics=described())[1])))
+
+
 def verified(block: Json) -> dict[str, str]:
-    release = opened(Path("none"), block)
-    return {check.name: check.status for check in check_released.statistics(release)}
+    return {check.name: check.status for check in check_released.statistics(opened(Path("none"), block))}
 
 
 def forged(block: Json, **changes: Any) -> Json:
@@ -117,23 +112,20 @@ def forged(block: Json, **changes: Any) -> Json:
 
 
 def test_verify_computes_both_epsilons_again() -> None:
-    block = json.loads(json.dumps(render_card(config(), plan(), record(), audit(), statistics=described())[1]))
+    block = shown()
     assert verified(block) == {"statistics": "verified"}
     one, other = block["statistics"]["releases"]
     cheaper = [{**one, "event": {**one["event"], "epsilon": 0.2}} for one in block["statistics"]["releases"]]
     for changes in (
-        {"epsilon": 0.4},
-        {"with_run": EPSILON},
-        {"with_run": None},
-        {"unit": "example"},
+        *({"epsilon": 0.4}, {"with_run": EPSILON}, {"with_run": None}, {"unit": "example"}),
+        {"max_examples_per_unit": 5},
         {"neighbouring_relation": "add_or_remove_one"},
         {"releases": cheaper},
         {"releases": [{**cheaper[0], "event": PureDP(1e6).to_json()}]},
         {"releases": [{**cheaper[0], "value": None}]},
-        *({"releases": [{**one, **change}, other]} for change in OTHERWISE),
+        *({"releases": [{**one, key: value}, other]} for key, values in OTHERWISE.items() for value in values),
         {"releases": [one, {**other, "error_95": 72.39236660867908}]},
         {"releases": [one, {**other, "declared": {"numbers": [0, 60], "quantile": 0.5}}]},
-        {"max_examples_per_unit": 5},
         {"releases": [{**one, "value": {**one["value"], "John Smith": 3}}, other]},
         {"releases": [{**one, "value": dict.fromkeys(one["value"], 0.5)}, other]},
         {"releases": [one, {**other, "value": dict.fromkeys(other["value"], 1e9)}]},
@@ -147,19 +139,72 @@ def test_clusters_have_a_card_of_their_own() -> None:
     clustered = described(releases=[described()["releases"][0] | sums])
     with pytest.raises(ConfigError, match="a card of their own"):
         render_card(config(), plan(), record(), audit(), statistics=clustered)
-    block = json.loads(json.dumps(render_card(config(), plan(), record(), audit(), statistics=described())[1]))
     with pytest.raises(Wrong):
-        verified(forged(block, releases=clustered["releases"]))
+        verified(forged(shown(), releases=clustered["releases"]))
 
 
 @pytest.mark.parametrize(("delta", "good"), [(0.9, False), (1 / 640, False), (1 / 641, True)])
 def test_a_delta_of_one_in_n_or_more_fails(delta: float, good: bool) -> None:
     """N is 888 with 248 slots of canaries, which statistics do not have."""
     alone = epsilon(compose([read(release["event"]) for release in described()["releases"]]), delta, "zero_out")
-    block = json.loads(json.dumps(render_card(config(), plan(), record(), audit(), statistics=described())[1]))
-    block = forged(block, delta=delta, epsilon=alone)
+    block = forged(shown(), delta=delta, epsilon=alone)
     if good:
         assert verified(block)["statistics"] == "verified"
         return
     with pytest.raises(Wrong, match="1/N"):
         verified(block)
+
+
+def test_audit_stands_beside_its_controls_and_limits() -> None:
+    text, block = render_card(config(), plan(), record(), audit(audits_run=3))
+    assert "| Verdict | consistent: " in text
+    assert "no proof" in text
+    assert "| Audits made | 3; " in text
+    assert "random secrets of 8 digits" in text
+    assert "does not tell the planted ones from the others" in text
+    assert "The attack was seen to work: AUC 0.97 on the canaries planted 16 times." in text
+    assert "0.12 with 95% confidence" in text
+    assert "| What the audit could have shown at most | 2.76" in text
+    assert "| ratio | 1 | 0.53 (0.45 to 0.61) | 0.9525 |" in text
+    assert "| 1 | 99 | 1.61 | 1.44 | 1.41 | 0.21 | 6.90 | 0 of 99 | 0 of 99 | 0 of 101 |" in text
+    assert text.index("| 1 | 99 |") < text.index("| 16 | 9 |")
+    assert block["audit"] == audit(audits_run=3)
+
+
+def test_limit_of_repeated_canaries_is_that_of_the_group() -> None:
+    delta = 1e-3 * math.expm1(2.0) / math.expm1(0.5)
+    largest = 1 - (1 - delta) ** 2 / (1 + math.exp(2.0))
+    assert Claim(0.5, 1e-3, "example").limits(4, None)["auc"] == pytest.approx(largest)
+    # All copies belong to one patient, whom one epsilon protects.
+    largest = 1 - (1 - 1e-3) ** 2 / (1 + math.exp(0.5))
+    assert Claim(0.5, 1e-3, "patient_id").limits(4, None)["auc"] == pytest.approx(largest)
+    assert "All copies of a canary belong to one unit" in render_card(config(), plan(), record(), audit())[0]
+
+
+def test_an_audit_that_refutes_has_no_limits_and_one_without_canaries_planted_once_has_a_card() -> None:
+    refuted = audit(verdict="falsified", verdict_reason="The lower bound 4 exceeds the claim.")
+    text, block = render_card(config(), plan(), record(), refuted)
+    assert not block["guarantee"]
+    assert "| ratio | 1 | 0.53 (0.45 to 0.61) | no limit |" in text
+    bound = {**audit()["epsilon_lower_bound"], "value": 0.0, "best_guesses": None, "correct": None, "num_canaries": 0}
+    text, block = render_card(config(), plan(), record(), audit(epsilon_lower_bound=bound))
+    assert block["guarantee"]
+    assert "No canary of text was planted" in text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(
+            {"weights": hashes}
+            for hashes in ({"adapter_model.safetensors": "ee" * 32}, {"model.safetensors": HASH}, {})
+        ),
+        {"claim": {"epsilon": 8.0, "delta": 1e-05, "unit": "patient_id"}},
+        {"claim": {"epsilon": EPSILON, "delta": 1e-05, "unit": "example"}},
+        *({"settings": settings} for settings in ({**SETTINGS, "alpha": 1e-9}, None)),
+        {"canaries": {**audit()["canaries"], "commitment": "d1" * 32}},
+    ],
+)
+def test_audit_of_other_weights_or_canaries_is_refused(changes: Json) -> None:
+    with pytest.raises(ConfigError, match="dpllm audit again"):
+        render_card(config(), plan(), record(), audit(**changes))

@@ -1,9 +1,8 @@
 """The card of a synthetic data set: what datasets loads, what it states with a guarantee, and what it does not without one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,6 +21,7 @@ from dpllm.records import NotAStatement
 from dpllm.statement import formatting, privacy_record, section, tradeoff_figure
 from dpllm.statement.privacy_record import ComposedLineage, Lineage
 
+TWENTY = Lineage.model_construct(composed=ComposedLineage(epsilon=20.0, delta=1e-5, accountant="PLD"))
 GOLDEN = Path(__file__).parents[1] / "golden" / "synthetic.md"
 
 
@@ -29,10 +29,19 @@ def page(folder: Path) -> str:
     return (folder / "README.md").read_text("utf-8")
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("card")
     return make_data_set(make_run(place / "run", statistics=released()), place / "set")
+
+
+@pytest.fixture(scope="module")
+def statement(folder: Path) -> Any:
+    return privacy_record.read(json.loads((folder / "run" / "privacy.json").read_text("utf-8")))
 
 
 def test_datasets_loads_exactly_the_rows_as_text(folder: Path, tmp_path: Path) -> None:
@@ -44,8 +53,8 @@ def test_datasets_loads_exactly_the_rows_as_text(folder: Path, tmp_path: Path) -
     assert dataset["train"].column_names == ["visit", "text"]
 
 
-def test_epsilon_is_of_model_and_statistics_together(folder: Path) -> None:
-    terms = privacy_record.read(json.loads((folder / "run" / "privacy.json").read_text("utf-8"))).plan
+def test_epsilon_is_of_model_and_statistics_together(folder: Path, statement: Any) -> None:
+    terms = statement.plan
     together = epsilon(compose([terms.event, PureDP(COST["epsilon"])]), terms.delta, terms.neighbouring_relation)
     assert together > terms.epsilon
     front = section.front_matter(page(folder))
@@ -54,25 +63,20 @@ def test_epsilon_is_of_model_and_statistics_together(folder: Path) -> None:
     assert f"ε = {formatting.bound(together)}, δ = 1e-05 for each training example" in first
 
 
-def test_epsilon_counts_the_models_before_it_on_the_same_dataset_and_the_statistics(folder: Path) -> None:
-    statement = privacy_record.read(json.loads((folder / "run" / "privacy.json").read_text("utf-8")))
-    total = ComposedLineage(epsilon=20.0, delta=statement.plan.delta, accountant="PLD")
-    lineage = Lineage.model_construct(composed=total)
-    after = statement.model_copy(update={"lineage": lineage})
+def test_epsilon_counts_the_models_before_it_on_the_same_dataset_and_the_statistics(statement: Any) -> None:
+    after = statement.model_copy(update={"lineage": TWENTY})
     assert synthetic.epsilon(after) == 20.0 + COST["epsilon"]
     assert synthetic.epsilon(after.model_copy(update={"statistics": None})) == 20.0
     alone = statement.model_copy(update={"statistics": None})
     assert synthetic.epsilon(alone) == statement.plan.epsilon < synthetic.epsilon(statement)
 
 
-def test_the_share_that_is_recognised_counts_the_statistics_and_the_models_before(folder: Path) -> None:
-    statement = privacy_record.read(json.loads((folder / "run" / "privacy.json").read_text("utf-8")))
+def test_the_share_that_is_recognised_counts_the_statistics_and_the_models_before(folder: Path, statement: Any) -> None:
     most = synthetic.recognised(statement)
     assert f"at most {formatting.percent_bound(most)} of the training examples" in page(folder)
     alone = statement.model_copy(update={"statistics": None})
     assert synthetic.recognised(alone) == tradeoff_figure.recognised(statement.plan) < most < 0.5
-    total = ComposedLineage(epsilon=20.0, delta=statement.plan.delta, accountant="PLD")
-    after = alone.model_copy(update={"lineage": Lineage.model_construct(composed=total)})
+    after = alone.model_copy(update={"lineage": TWENTY})
     assert synthetic.recognised(after) == attacker_limits(20.0, statement.plan.delta)["tpr_at_fpr_0.01"]
 
 
@@ -90,9 +94,9 @@ def test_the_card_of_the_run_lies_beside_it_byte_for_byte(tmp_path: Path) -> Non
     folder = make_data_set(run, tmp_path / "set")
     for name in ("README.md", "privacy.json"):
         assert (folder / "run" / name).read_bytes() == (run.export / name).read_bytes()
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = contents(folder)
     write_dataset_card(folder, run)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize("what", ["weights", "shares", "a figure of the card"])
@@ -108,7 +112,7 @@ def test_rows_of_another_model_or_release_get_no_card_of_this_one(tmp_path: Path
     else:
         block["hardware"] = {}
     (run.export / "privacy.json").write_text(json.dumps(block), encoding="utf-8")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = contents(folder)
     if what == "a figure of the card":
         write_dataset_card(folder, run)
         assert (folder / "run" / "privacy.json").read_bytes() == (run.export / "privacy.json").read_bytes()
@@ -119,7 +123,7 @@ def test_rows_of_another_model_or_release_get_no_card_of_this_one(tmp_path: Path
             del before[folder / "run" / "privacy.json"]
         with pytest.raises(ConfigError, match="wrote these rows"):
             write_dataset_card(folder, run)
-        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+        assert contents(folder) == before
 
 
 def test_without_a_guarantee_no_epsilon_and_no_tag_is_stated(tmp_path: Path) -> None:
@@ -131,14 +135,15 @@ def test_without_a_guarantee_no_epsilon_and_no_tag_is_stated(tmp_path: Path) -> 
     assert "ε" not in text
 
 
-def test_a_statistic_that_the_card_does_not_show_is_refused(tmp_path: Path) -> None:
-    assert failing(make_data_set(make_run(tmp_path / "run"), tmp_path / "set")) == {"rows", "record"}
-
-
-def test_rows_asked_for_as_often_as_in_training_rows_never_get_a_guarantee(tmp_path: Path) -> None:
-    """They were written while the run had none, and what its card says may change."""
-    run = make_run(tmp_path / "run", statistics=released())
-    assert failing(make_data_set(run, tmp_path / "set", shares=None)) == {"rows", "record"}
+@pytest.mark.parametrize(
+    ("statistics", "changes"), [(None, {}), (released(), {"shares": None})], ids=["not shown", "of rows"]
+)
+def test_shares_that_the_card_does_not_show_and_those_of_training_rows_are_refused(
+    tmp_path: Path, statistics: Any, changes: Any
+) -> None:
+    """The latter were written while the run had no guarantee, and what its card says may change."""
+    run = make_run(tmp_path / "run", statistics=statistics)
+    assert failing(make_data_set(run, tmp_path / "set", **changes)) == {"rows", "record"}
 
 
 @pytest.mark.parametrize("change", [{"rows": 0}, {"more": 1}, {"schema_version": 2}, {"files": {"a": "b"}}])
@@ -155,9 +160,6 @@ def test_a_key_for_what_is_never_signed_is_refused(folder: Path, capsys: pytest.
     assert "--public-key" in capsys.readouterr().err
 
 
-def test_the_marked_part_is_as_it_was(folder: Path) -> None:
+def test_the_marked_part_is_as_it_was_and_quotes_no_row(folder: Path) -> None:
     assert_golden(section.parts(page(folder), synthetic.PARTS)["synthetic"] + "\n", GOLDEN)
-
-
-def test_rows_are_not_quoted(folder: Path) -> None:
     assert not any(row["text"] in page(folder) for row in ROWS)

@@ -1,7 +1,5 @@
 """The card of texts by private inference: what datasets loads, which epsilon stands there, and text that would break the page."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -58,18 +56,13 @@ def test_epsilon_is_of_texts_and_statistics_together_everywhere(folder: Path) ->
     assert min(shown) >= smallest
 
 
-def test_without_statistics_epsilon_is_that_of_the_texts(tmp_path: Path) -> None:
+def test_epsilon_is_that_of_the_texts_without_statistics_and_none_without_a_total(tmp_path: Path) -> None:
     record = inferred(**ALONE)
     assert inference.epsilon(record) == record.epsilon == epsilon(EVENT, 1e-5, "zero_out")
     assert "statistics" not in page(write_texts(tmp_path / "a", record)).split("## What is covered")[0]
-
-
-def test_statistics_without_a_total_have_no_epsilon() -> None:
-    record = inferred()
+    without_total = inferred().statistics.model_copy(update={"with_run": None})
     with pytest.raises(NotAStatement, match="with_run"):
-        inference.epsilon(
-            record.model_copy(update={"statistics": record.statistics.model_copy(update={"with_run": None})})
-        )
+        inference.epsilon(inferred().model_copy(update={"statistics": without_total}))
 
 
 def test_the_share_that_is_recognised_is_of_everything_that_was_released(folder: Path) -> None:
@@ -79,23 +72,24 @@ def test_the_share_that_is_recognised_is_of_everything_that_was_released(folder:
     assert f"at most {formatting.percent_bound(most)} of the training examples" in page(folder)
 
 
-def test_it_says_where_the_records_were_and_what_is_not_covered(folder: Path) -> None:
+def test_the_first_screen_of_ten_lines_says_where_the_records_were_and_the_page_what_is_not_covered(
+    folder: Path,
+) -> None:
     text = page(folder)
-    assert "in the prompts of `builtin:tiny`" in text.split("## For the data-protection officer")[0]
+    first = section.parts(text, inference.PARTS)["inference"].split("## For the data-protection officer")[0]
+    assert "in the prompts of `builtin:tiny`" in first
+    assert len([line for line in first.splitlines() if line]) <= 10
     assert "NVIDIA H100" in text
     assert "how often a draw was tried" in text
     assert "nothing but these rows was kept" in text
 
 
-def test_the_first_screen_has_at_most_ten_lines(folder: Path) -> None:
-    text = section.parts(page(folder), inference.PARTS)["inference"]
-    first = text.split("## For the data-protection officer")[0].strip().splitlines()
-    assert len([line for line in first if line]) <= 10
-
-
-def test_the_exact_range_of_a_draw_is_no_float() -> None:
+def test_a_record_takes_events_and_json_alike_and_an_exact_range() -> None:
     record = inferred(clip=0.1, temperature=0.7, batch_size=3, **ALONE)
     assert inference.eta(record) * 3 * inference.Fraction(0.7) == 2 * inference.Fraction(0.1)
+    assert inferred(event=EVENT) == inferred(event=EVENT.to_json())
+    assert isinstance(inferred().event, BoundedRange)
+    assert inferred().accountant.name == ACCOUNTANT
 
 
 HOSTILE = [
@@ -112,22 +106,16 @@ HOSTILE = [
 )
 def test_text_of_a_stranger_does_not_break_the_page(folder: Path, field: str, text: str) -> None:
     value: Any = {
-        "prompt": f"{{text}} {text}",
-        "base_model": {"name": text, "revision": text, "covered": False},
-        "dropped": {text: 3},
-        "software": {text: text},
-        "hardware": {text: text, "b": [text]},
-        "not_covered": [text],
+        "prompt": f"{{text}} {text}", "base_model": {"name": text, "revision": text, "covered": False},
+        "dropped": {text: 3}, "software": {text: text}, "hardware": {text: text, "b": [text]}, "not_covered": [text],
         "quality": {"figures": {f"{text}: synthetic": 1.0, text: None}, "evaluation": text},
-    }.get(field, text)
+    }.get(field, text)  # fmt: skip
     record = Inference.checked({**stated(folder), field: value})
     made, plain = (inference.render(item)["inference"] for item in (record, inferred()))
     assert not re.search(r"<(?:!|/|script|style)", made)
-    inside = [line for line in made.splitlines() if line.startswith("#") or line.startswith(">")]
-    assert [line for line in inside if line.startswith("#")] == [
-        item for item in plain.splitlines() if item.startswith("#")
-    ]
-    assert len([line for line in inside if line.startswith(">")]) == 1
+    headings = [[line for line in page.splitlines() if line.startswith("#")] for page in (made, plain)]
+    assert headings[0] == headings[1]
+    assert len([line for line in made.splitlines() if line.startswith(">")]) == 1
     for line in made.splitlines():
         if line.startswith("|") and field != "quality":
             assert len(re.findall(r"(?<!\\)\|", line)) in (3, 4, 6), line
@@ -135,11 +123,9 @@ def test_text_of_a_stranger_does_not_break_the_page(folder: Path, field: str, te
 
 def test_hostile_text_in_all_fields_still_verifies(tmp_path: Path) -> None:
     text = HOSTILE[1]
-    verification = verify(
-        make_texts(
-            tmp_path / "a", prompt=text, dataset=text, software={text: text}, hardware={text: [text]}, dropped={text: 3}
-        )
-    )
+    changes = {"prompt": text, "dataset": text, "software": {text: text}, "hardware": {text: [text]}}
+    changes["dropped"] = {text: 3}
+    verification = verify(make_texts(tmp_path / "a", **changes))
     assert [check for check in verification.checks if check.status == "failed"] == []
 
 
@@ -151,16 +137,11 @@ def test_a_marker_in_a_text_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"rows": 0},
-        {"more": 1},
-        {"schema_version": 2},
+        *({"rows": 0}, {"more": 1}, {"schema_version": 2}, {"not_covered": []}, {"texts": True}, {"limits": None}),
         {"event": {"type": "pure_dp", "epsilon": 1.0}},
         {"event": {"type": "bounded_range", "range": 0.2, "count": 0}},
         {"event": {"type": "self_composed", "count": 3, "event": {"type": "bounded_range", "range": 0.2, "count": 24}}},
         {"neighbouring_relation": "replace_one"},
-        {"not_covered": []},
-        {"texts": True},
-        {"limits": None},
     ],
 )
 def test_a_record_is_closed(folder: Path, change: dict[str, object]) -> None:
@@ -169,15 +150,6 @@ def test_a_record_is_closed(folder: Path, change: dict[str, object]) -> None:
         Inference.checked({**stated(folder), **change})
 
 
-def test_a_record_takes_events_and_json_alike() -> None:
-    assert inferred(event=EVENT) == inferred(event=EVENT.to_json())
-    assert isinstance(inferred().event, BoundedRange)
-    assert inferred().accountant.name == ACCOUNTANT
-
-
-def test_the_marked_part_is_as_it_was(folder: Path) -> None:
+def test_the_marked_part_is_as_it_was_and_quotes_no_row(folder: Path) -> None:
     assert_golden(section.parts(page(folder), inference.PARTS)["inference"] + "\n", GOLDEN)
-
-
-def test_rows_are_not_quoted(folder: Path) -> None:
     assert not any(row["text"] in page(folder) + json.dumps(stated(folder)) for row in ROWS)

@@ -1,7 +1,5 @@
 """What an author states of a deployment: on the card, in the statement, and in an entry of the DP Deployments Registry."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from cards import EPSILON, body, broken, config, plan, record, render_card
+from cards import EPSILON, broken, config, plan, record, render_card
 
 from dpllm.card import registry
 from dpllm.errors import ConfigError
@@ -20,16 +18,11 @@ from dpllm.statement import privacy_record
 
 SCHEMA = yaml.safe_load(Path(__file__).with_name("registry_schema.yaml").read_text("utf-8"))
 SAID = {
-    "curator": 'St. Mary\'s: "ward 7"',
-    "intended_use": "drafts of letters <b>| # within the ward",
-    "sector": "Healthcare",
-    "region": "Bavaria",
-    "further_releases": "one more in 2028",
-    "epsilon_rationale": "the largest that the board allows",
-    "epsilon_decided_by": "the ethics board",
-    "review_date": "2027-06-30",
-    "incident_contact": "dpo@hospital.example",
-}
+    "curator": 'St. Mary\'s: "ward 7"', "intended_use": "drafts of letters <b>| # within the ward",
+    "sector": "Healthcare", "region": "Bavaria", "further_releases": "one more in 2028",
+    "epsilon_rationale": "the largest that the board allows", "epsilon_decided_by": "the ethics board",
+    "review_date": "2027-06-30", "incident_contact": "dpo@hospital.example",
+}  # fmt: skip
 ABSENT = "not stated"
 
 
@@ -50,9 +43,6 @@ def leaves(value: Any, where: str = "") -> dict[str, Any]:
     return {where: value}
 
 
-# The statement and the card.
-
-
 def test_every_key_is_optional_and_absent_unless_it_is_given() -> None:
     assert all(field.default is None for field in DeploymentConfig.model_fields.values())
     assert SAID.keys() == DeploymentConfig.model_fields.keys()
@@ -70,10 +60,13 @@ def test_a_key_that_is_given_stands_in_the_statement_and_on_the_card_and_no_othe
     assert SAID[key].split()[0] in section
 
 
-def test_without_a_guarantee_the_planned_epsilon_is_explained_and_nothing_else() -> None:
+def test_a_run_without_a_guarantee_is_no_deployment_and_explains_the_planned_epsilon_alone() -> None:
     recipe = with_deployment({"epsilon_rationale": "because"})
     assert "| Why this ε | because |" in render_card(recipe, plan(), record(), None)[0]
     assert "| Why the planned ε | because |" in render_card(recipe, plan(), broken(), None)[0]
+    block = render_card(config(), plan(), broken(), None)[1]
+    with pytest.raises(ConfigError, match="gives no differential privacy guarantee"):
+        registry.entry(privacy_record.read(block), config())
 
 
 @pytest.mark.parametrize("value", ["soon", "2027-02-30", "2027-6-30", "", " ", 3, True])
@@ -98,9 +91,6 @@ def test_what_says_nothing_or_has_no_place_is_refused(changes: dict[str, str]) -
     keys = {f"card.deployment.{key}": value for key, value in changes.items()}
     with pytest.raises(ConfigError, match=r"card\.deployment"):
         make_config(raw(), keys, "recipe.yaml")
-
-
-# The registry.
 
 
 @pytest.mark.parametrize("deployment", [{}, SAID, *({key: value} for key, value in SAID.items())])
@@ -145,23 +135,9 @@ def reworded(leaf: Any, old: str, new: str) -> str:
     return re.sub("[0-9a-f]{64}", "HASH", text.replace(old, new))
 
 
-def test_a_run_without_a_guarantee_is_no_deployment_of_one() -> None:
-    block = render_card(config(), plan(), broken(), None)[1]
-    with pytest.raises(ConfigError, match="gives no differential privacy guarantee"):
-        registry.entry(privacy_record.read(block), config())
-
-
-# Words of the law.
-
-
 def test_no_word_of_dpllm_calls_anything_anonymous() -> None:
     """In no branch of any page or message; what an author writes is the author's."""
     package = Path(registry.__file__).parents[1]
     pages = [path for kind in ("*.py", "*.j2") for path in package.rglob(kind)]
     assert len(pages) > 150
     assert [path for path in pages if "anonym" in path.read_text("utf-8").lower()] == []
-
-
-def test_a_card_with_an_epsilon_says_that_it_is_no_legal_verdict() -> None:
-    assert body(render_card(config(), plan(), record(), None)[0]).count("No ε is a legal verdict.") == 1
-    assert "verdict" not in body(render_card(config(), plan(), broken(), None)[0])

@@ -1,7 +1,5 @@
 """What a message tells people to type is an option of the command that says it."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re

@@ -1,7 +1,5 @@
 """The command line: quick where it can be, exit codes as documented, overrides wherever they stand."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -65,10 +63,12 @@ def test_only_the_noise_of_a_missing_kernel_is_silenced(caplog: pytest.LogCaptur
     assert caplog.messages == ["something that matters"]
 
 
-def test_keys_lists_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_prints_the_help_and_keys_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("plan", "train"):
         assert main([command, "--keys"]) == 0
         assert "--privacy.epsilon (default 8.0)" in capsys.readouterr().out
+    assert main([]) == 0
+    assert "usage: dpllm" in capsys.readouterr().out
 
 
 def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,20 +83,14 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["plan"], "name a recipe"),
-        (["train"], "name a recipe"),
-        (["plan", "."], "is a directory"),
-        (["plan", "RECIPE", "--jsn"], "--jsn"),
-        (["plan", "RECIPE", "more"], "more"),
+        (["plan"], "name a recipe"), (["train"], "name a recipe"), (["plan", "."], "is a directory"),
+        (["plan", "RECIPE", "--jsn"], "--jsn"), (["plan", "RECIPE", "more"], "more"),
         (["audit", "run", "--train.steps", "3"], "holds no run"),
         (["train", "RECIPE", "--resume", "--overwrite"], "one of the two"),
-        (["plan", "RECIPE", "--train.steps"], "--train.steps VALUE"),
-        (["plan", "absent.yaml"], "no such recipe"),
+        (["plan", "RECIPE", "--train.steps"], "--train.steps VALUE"), (["plan", "absent.yaml"], "no such recipe"),
     ],
-)
-def test_wrong_commands_are_one_line_and_code_2(
-    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
-) -> None:
+)  # fmt: skip
+def test_wrong_commands_are_one_line_and_code_2(recipe: Path, capsys: Any, arguments: list[str], named: str) -> None:
     assert main([argument.replace("RECIPE", str(recipe)) for argument in arguments]) == 2
     assert named in one_line(capsys, arguments[0])
 
@@ -118,9 +112,7 @@ def one_line(capsys: pytest.CaptureFixture[str], command: str) -> str:
     ],
     ids=" ".join,
 )
-def test_a_path_that_is_too_long_is_one_line(
-    recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
+def test_a_path_that_is_too_long_is_one_line(recipe: Path, capsys: Any, words: list[str]) -> None:
     """As a text typed where its file's name belongs: longer than any name may be."""
     assert main([*(word.replace("RECIPE", str(recipe)) for word in words), "long " * 60]) == 1
     assert "File name too long" in one_line(capsys, words[0])
@@ -138,9 +130,7 @@ def test_a_path_that_is_too_long_is_one_line(
         *("push LOOP alice/notes", "generate LOOP", "ledger verify --ledger LOOP"),
     ],
 )
-def test_a_link_to_itself_is_one_line(
-    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_a_link_to_itself_is_one_line(recipe: Path, capsys: Any, monkeypatch: Any, command: str) -> None:
     monkeypatch.chdir(recipe.parent)
     Path("LOOP").symlink_to("LOOP")
     assert main([word.replace("RECIPE", str(recipe)) for word in command.split()]) in (1, 2)
@@ -179,28 +169,17 @@ def test_what_argparse_refuses_is_code_2(arguments: list[str], capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("kind", "code"),
     [
-        (errors.ConfigError, 2),
-        (errors.DataError, 2),
-        (errors.Refused, 3),
-        (errors.BudgetExceeded, 3),
-        (errors.AuditContradiction, 4),
-        (errors.DpllmError, 1),
+        (errors.ConfigError, 2), (errors.DataError, 2), (errors.Refused, 3), (errors.BudgetExceeded, 3),
+        (errors.AuditContradiction, 4), (errors.DpllmError, 1),
     ],
-)
-def test_every_kind_of_error_has_its_code(
-    kind: type[errors.DpllmError], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+)  # fmt: skip
+def test_every_kind_of_error_has_its_code(kind: Any, code: int, monkeypatch: Any, capsys: Any) -> None:
     def fail(*_: object) -> int:
         raise kind("what, why, and what to type")
 
     monkeypatch.setattr("dpllm.cli._env", fail)
     assert main(["env"]) == code
     assert capsys.readouterr().err == "dpllm env: what, why, and what to type\n"
-
-
-def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    assert "usage: dpllm" in capsys.readouterr().out
 
 
 # What prints a sentence or a path, or has a format of its own.

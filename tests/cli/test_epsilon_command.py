@@ -1,7 +1,5 @@
 """``dpllm epsilon``: the number, its inverse, the table, the prose, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -14,6 +12,7 @@ from dpllm.privacy.events import Gaussian, SelfComposed
 
 RUN = ["--dataset-size", "5000", "--batch-size", "100", "--steps", "150", "--delta", "1e-5"]
 NOISE = ["--noise-multiplier", "0.8"]
+SIZES = {"--dataset-size": "9", "--batch-size": "1", "--steps": "1"}
 
 
 def ask(capsys: Any, *arguments: str) -> dict[str, Any]:
@@ -77,14 +76,11 @@ def test_delta_is_automatic(capsys: Any) -> None:
     assert len(ask(capsys, *numbers, "--delta", "2e-5")["curve"]) == 6
 
 
-def test_groups(capsys: Any) -> None:
+def test_groups_and_prv_if_asked(capsys: Any) -> None:
     group = ask(capsys, *RUN, "--noise-multiplier", "2", "--group-size", "3")
     assert group["epsilon"] == epsilon(dp_sgd_event(0.02, 2.0, 150, 3), 1e-5, "zero_out")
     assert group["one_unit"] == epsilon(dp_sgd_event(0.02, 2.0, 150), 1e-5, "zero_out") < group["epsilon"]
     assert group["accountants"].keys() == {"pld"}
-
-
-def test_prv_stands_beside_the_others_if_asked(capsys: Any) -> None:
     assert ask(capsys, *RUN, *NOISE, "--accountant", "prv")["accountants"]["prv"] == pytest.approx(2.9736, abs=2e-3)
 
 
@@ -114,9 +110,6 @@ def test_what_has_no_finite_epsilon_is_still_answered(capsys: Any) -> None:
     assert "no guarantee" in answer["statement"]
     assert main(["epsilon", *RUN, "--noise-multiplier", "1e-5"]) == 0
     assert "infinite" in capsys.readouterr().out
-
-
-SIZES = {"--dataset-size": "9", "--batch-size": "1", "--steps": "1"}
 
 
 def sizes(**changes: str | None) -> tuple[str, ...]:

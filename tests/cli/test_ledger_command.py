@@ -1,7 +1,5 @@
 """``dpllm ledger``: what people type, what they are told, and one line and an exit code for everything that is wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from dpllm.privacy.accounting import dp_sgd_event
 BUDGET = ["--epsilon", "8", "--delta", "1e-5", "--unit", "patient", "--by", "alice", "--reason", "study 7"]
 WHO = ["--by", "bob", "--reason", "because"]
 PLAN = {"event": EVENT.to_json(), "num_steps": 4, "unit": "patient", "neighbouring_relation": "zero_out"}
+HOSTILE = "[/b] $x_{ [red]*?"
 
 
 @pytest.fixture
@@ -205,9 +204,6 @@ def test_an_edit_is_exit_code_4_for_verify_and_3_for_everything_else(command, pl
     ):
         assert command(*words)[0] == 3, words
     assert command("export")[0] == 0  # so that an edited chain can be looked at
-
-
-HOSTILE = "[/b] $x_{ [red]*?"
 
 
 def test_names_are_shown_as_they_are(command, place: Place):

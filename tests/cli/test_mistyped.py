@@ -1,9 +1,8 @@
 """What people mistype gets a sentence of its own, before a model is loaded."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,9 +58,7 @@ def test_a_new_file_an_empty_one_and_a_link_can_be_a_ledger() -> None:
     Path("link").symlink_to("elsewhere.sqlite")
     assert open_ledger("folder/new/ledger.sqlite", create=False) is None
     for path in ("folder/new/ledger.sqlite", "empty", "folder/new/ledger.sqlite", "new.sqlite"):
-        ledger = open_ledger(path)
-        assert ledger is not None
-        ledger.close()
+        open_ledger(path).close()
 
 
 def test_plan_says_it_before_a_run_would_load_its_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,9 +89,7 @@ def test_a_recipe_that_is_no_yaml_has_its_line(capsys: pytest.CaptureFixture[str
         ("text", "text: is a file"),
     ],
 )
-def test_a_mistyped_folder_is_no_hub_id(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: str, message: str
-) -> None:
+def test_a_mistyped_folder_is_no_hub_id(monkeypatch: Any, capsys: Any, path: str, message: str) -> None:
     """A typing error beside a folder of runs was looked up on the network."""
     Path("runs/clinic").mkdir(parents=True)
     downloads: list[object] = []

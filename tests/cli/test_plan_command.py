@@ -1,7 +1,5 @@
 """``dpllm plan``: quick, without torch, complete beside a refusal, the same for people and machines."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -9,12 +7,15 @@ from typing import Any
 
 import pytest
 import tiny
-from commands import fresh, write_recipe
+from commands import fresh, give_budget, write_recipe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
 
 from dpllm.cli import main
-from dpllm.cli.plan import dump
-from dpllm.ledger import Budget, open_ledger
-from dpllm.ledger.budgets import set_budget
+from dpllm.cli.plan import dump, largest_batch
+from dpllm.ledger import open_ledger
+from dpllm.privacy.schedule import Schedule
 from dpllm.run.directory import RunDir
 from dpllm.statement.formatting import percent_bound
 
@@ -33,16 +34,6 @@ def answer(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) ->
 def value(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> dict[str, Any]:
     assert main(["plan", *map(str, arguments), "--json"]) == code
     return dict(json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")))
-
-
-def give_budget(root: Path, epsilon: float) -> None:
-    book = open_ledger(str(root / "ledger.sqlite"))
-    assert book is not None
-    with book:
-        set_budget(book, "notes", Budget(epsilon, 1e-3, "example", "zero_out"))
-
-
-# --- quick and light -------------------------------------------------------------------------------------------------
 
 
 LIGHT = {
@@ -76,9 +67,6 @@ def test_an_epsilon_out_of_reach_is_refused_at_once(recipe: Path, steps: int) ->
     assert "epsilon 0.0001 at delta" in run.stderr
     assert "not reachable" in run.stderr
     assert seconds < 10.0  # of processor time
-
-
-# --- what it says ----------------------------------------------------------------------------------------------------
 
 
 def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,9 +155,6 @@ def test_advice_is_shown_and_refuses_nothing(recipe: Path, capsys: pytest.Captur
     assert any("below 0.5" in text for text in value(capsys, 0, recipe, *weak)["advice"])
 
 
-# --- model ----------------------------------------------------------------------------------------------------
-
-
 def test_what_cannot_be_certified_is_null() -> None:
     assert json.loads(dump({"epsilon": math.inf, "curves": [(1.0, math.nan)]})) == {
         "epsilon": None,
@@ -206,9 +191,7 @@ def test_what_the_model_refuses_is_among_the_refusals(recipe: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "advice"), [(["--train.stepz", "2"], "did you mean steps"), (["--device", "h100"], "Type both")]
 )
-def test_wrong_arguments_are_one_line(
-    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], advice: str
-) -> None:
+def test_wrong_arguments_are_one_line(recipe: Path, capsys: Any, arguments: list[str], advice: str) -> None:
     out, err = answer(capsys, 2, recipe, *arguments)
     assert err.startswith("dpllm plan: ")
     assert advice in err
@@ -223,3 +206,13 @@ def test_an_example_is_of_public_data_only(recipe: Path, capsys: pytest.CaptureF
     assert (f"learned: {first}<eos>" in shown) == public
     assert (first in shown) == public
     assert ("<text><eos>" in shown) != public
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(size=st.integers(2, 5000), data=st.data())
+def test_the_largest_batch_is_exceeded_once_in_a_thousand_steps_at_most(size: int, data: st.DataObject) -> None:
+    batch = data.draw(st.integers(1, size))
+    largest = largest_batch(Schedule(size, 0, batch, batch / size, 10))
+    tail = stats.binom(size, batch / size)
+    assert tail.sf(largest) <= 1e-3 + 1e-12
+    assert largest == 0 or tail.sf(largest - 1) > 1e-3 - 1e-12

@@ -27,9 +27,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plant(run: RunDir) -> None:
-    write_json(
-        run.private / "summary.json", {"eval_loss_before": SECRET, "eval_loss_after": SECRET, "eval_tokens": 15023}
-    )
+    figures = {"eval_loss_before": SECRET, "eval_loss_after": SECRET, "eval_tokens": 15023}
+    write_json(run.private / "summary.json", figures)
     write_tasks(run, {"value": 100 * SECRET, "interval": None})
 
 
@@ -42,10 +41,8 @@ def written(result: Comparison) -> str:
 
 
 def test_private_evaluation_and_the_baseline_stay_out(tmp_path: Path) -> None:
-    runs = [
-        make_run(tmp_path / "none", INF, PRIVATE),
-        *(make_run(tmp_path / f"eps-{e:g}", e, PRIVATE) for e in (1.0, 8.0)),
-    ]
+    epsilons = {"none": INF, "eps-1": 1.0, "eps-8": 8.0}
+    runs = [make_run(tmp_path / name, epsilon, PRIVATE) for name, epsilon in epsilons.items()]
     for run in runs:
         plant(run)
     plant_audit(runs[0])
@@ -53,7 +50,7 @@ def test_private_evaluation_and_the_baseline_stay_out(tmp_path: Path) -> None:
     result = compare(runs, public=True)
     text = written(result)
     assert [mark for mark in (*MARKS, "0.99") if mark in text] == []
-    for name in ("none", "eps-1", "eps-8"):
+    for name in epsilons:
         assert f"{name}: held-out figures, because not every run declares" in text
     assert "none: the audit, because it was trained without differential privacy, on data that are not public" in text
     assert result.values["runs"][0]["auc"]  # of a run with privacy
@@ -85,9 +82,7 @@ def test_a_run_without_a_guarantee_counts_as_unprotected(tmp_path: Path) -> None
     plant(runs[0])
     result = compare(runs, public=True)
     assert not {"loss", "bleu"} & result.values["runs"][0].keys()
-    assert (
-        "a: held-out figures, because it gives no guarantee, on data that are not public." in result.values["left_out"]
-    )
+    assert any(line.startswith("a: held-out figures, because it gives no g") for line in result.values["left_out"])
     assert [mark for mark in MARKS if mark in written(result)] == []
 
 
@@ -121,15 +116,10 @@ def test_one_undeclared_evaluation_set_is_enough(tmp_path: Path) -> None:
 
 def test_places_are_not_named(tmp_path: Path) -> None:
     path = str(tmp_path / "secret-place" / "ledger.sqlite")
-    runs = [
-        make_run(tmp_path / "a", 3.0, {"privacy": {"ledger": path, "dataset": "ward 7"}}),
-        make_run(tmp_path / "b", 8.0, {"train": {"steps": 7}}),
-    ]
-    text = written(compare(runs, public=True))
+    reason = {"guarantee": {"holds": False, "reason": f"{path} was replaced"}}
+    named = make_run(tmp_path / "a", 3.0, {"privacy": {"ledger": path, "dataset": "ward 7"}}, reason)
+    text = written(compare([named, make_run(tmp_path / "b", 8.0, {"train": {"steps": 7}})], public=True))
+    assert "ledger.sqlite was replaced" in text
+    assert "train.steps" in text
     assert "secret-place" not in text
     assert "ward 7" not in text
-    reason = {"guarantee": {"holds": False, "reason": f"{path} was replaced"}}
-    text = written(compare([make_run(tmp_path / "c", 1.0, record=reason), runs[1]], public=True))
-    assert "ledger.sqlite was replaced" in text
-    assert "secret-place" not in text
-    assert "train.steps" in text

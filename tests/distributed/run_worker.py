@@ -4,8 +4,6 @@ Started with a folder and names of scenarios; leaves, for each, exit codes and w
 which take longer than a run.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

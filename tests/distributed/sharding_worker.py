@@ -5,8 +5,6 @@ FOLDER/world<W>_rank<R>.pt and, of each variant, an adapter as the run exports i
 ranks compare every architecture of tests/tiny.py, sharded and whole, and leave FOLDER/families_rank<R>.pt.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -58,10 +56,7 @@ def shares(world: int, rank: int) -> list[list[Pass]]:
     """Two logical batches: one that all share, one of which only rank 0 gets anything."""
     units = tm.units(LENGTHS)
     nobody = lay_out([], PACKING, 0)
-    first = [
-        [lay_out(units[:3], PACKING, 0), lay_out(units[3:4], PACKING, 0)],
-        [lay_out(units[4:], PACKING, 0), nobody],
-    ]
+    first = [[lay_out(some, PACKING, 0) for some in (units[:3], units[3:4])], [lay_out(units[4:], PACKING, 0), nobody]]
     second = [[lay_out(units[:2], PACKING, 0)], [nobody]]
     if world == 1:
         return [[*first[0], *first[1]], second[0]]
@@ -107,13 +102,8 @@ def run(name: str, folder: Path, rank: int, world: int) -> dict[str, Any]:
         state = checkpoint.State(STEPS)
         checkpoint.save_resume(RunDir(folder / f"{name}{world}"), net, engine._optimizer, state)
     prompt = torch.tensor([[5, 9, 20 + rank]]) if world > 1 else torch.tensor([[5, 9, 20], [5, 9, 21]])
-    tokens = net.eval().generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=6 + rank,
-        do_sample=False,
-        eos_token_id=None,
-    )
+    settings = {"max_new_tokens": 6 + rank, "do_sample": False, "eos_token_id": None}
+    tokens = net.eval().generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **settings)
     results["tokens"] = tokens[:, :9]
     return results
 
@@ -174,6 +164,7 @@ def refusals(folder: Path, rank: int) -> dict[str, str]:
 def facts(net: Any) -> dict[str, Any]:
     """How much of the model lies here, and what of it is cut."""
     blocks, layers = adapters.blocks(net)
+    frozen = {name: p for name, p in layers.named_parameters() if not p.requires_grad}
     cut = {name: p for name, p in net.named_parameters() if isinstance(p, DTensor)}
     assert not any(p.requires_grad for p in cut.values())
     return {
@@ -183,11 +174,7 @@ def facts(net: Any) -> dict[str, Any]:
         "all": sum(p.numel() for p in cut.values()),
         "dtypes": sorted({str(p.dtype) for p in cut.values()}),
         "frozen_types": sorted({str(p.dtype) for p in net.parameters() if not p.requires_grad}),
-        "frozen_in_blocks": [
-            f"{blocks}.{name}"
-            for name, p in layers.named_parameters()
-            if not p.requires_grad and p.dim() and ".lora_" not in name
-        ],
+        "frozen_in_blocks": [f"{blocks}.{name}" for name, p in frozen.items() if p.dim() and ".lora_" not in name],
         "trains_in": sorted({str(p.dtype) for p in net.parameters() if p.requires_grad}),
         "frozen": sum(p.numel() for p in net.parameters() if not p.requires_grad),
         "trains": sorted(tm.trainable(net)),

@@ -1,7 +1,5 @@
 """The processes of tests/distributed/test_steps.py: three ranks, two, and one alone, on the same sampling key."""
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 from dataclasses import replace
@@ -80,9 +78,8 @@ def banded_noise(rank: int, world: int) -> Results:
     """Banded noise released over a whole run, and who joins which step; the groups' key is shared, the noise key is not."""
     plain = tm.plan(C, SIGMA, tm.schedule(24, 6, STEPS * 3))
     coefficients = strategy(LearningRate(warmup=0.05), STEPS * 3, 3)
-    engine = tm.make_engine(
-        tm.build("llama"), plain.model_copy(update={"coefficients": coefficients}), noise_entropy=71 + rank
-    )
+    banded = plain.model_copy(update={"coefficients": coefficients})
+    engine = tm.make_engine(tm.build("llama"), banded, noise_entropy=71 + rank)
     sampler = PoissonSampler(plain.schedule, 24, 77, CyclicSchedule(3, 2**250 + 1))
     empty = torch.zeros(len(engine.clipped_sum([])[0]), dtype=torch.float64)
     rows, joined = [], torch.zeros((STEPS * 3, 24), dtype=torch.int8)

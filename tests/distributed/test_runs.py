@@ -1,7 +1,5 @@
 """Whole runs of several processes: the same run as one process's, and one end for all of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,15 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from numpy.typing import NDArray
-from programs import run_program
+from programs import LAUNCH, run_program
 from remembered import Once
 from safetensors.torch import load_file
 from scipy import stats
 
 from dpllm import cli
+from dpllm.errors import ConfigError
 from dpllm.ledger import Ledger
+from dpllm.model import loading
+from dpllm.model.processes import join
 from dpllm.privacy import banded
+from dpllm.recipe.config import load_config
 
 STEPS = 4
 ALARM = 1e-9  # p-value below which noise is called wrong
@@ -84,12 +87,20 @@ def test_any_number_of_processes_is_one_run_with_one_reservation(ended: Path) ->
     assert plans[0] == plans[1] == plans[2]
 
 
-def test_any_number_of_processes_trains_the_same_adapter(ended: Path) -> None:
-    """Same secret draws, fixed for this test: the same batches and the same noise at the same places."""
+def test_any_number_of_processes_trains_the_same_adapter_which_loads_in_one(ended: Path) -> None:
+    # Same secret draws, fixed for this test: the same batches and the same noise at the same places.
     one, two, three = (load_file(ended / name / "run" / "export" / "adapter_model.safetensors") for name in COMPLETE)
     for name, tensor in one.items():
         for other in (two, three):  # AdamW divides by the size of small gradients, so rounding grows
             assert float((other[name] - tensor).norm()) <= 2e-3 * float(tensor.norm()), name
+    import torch
+
+    run = ended / "seeded_2" / "run"
+    models = loading.load_for_scoring(load_config(run / "config.yaml"), run / "export", torch.device("cpu"))
+    saved = load_file(run / "export" / "adapter_model.safetensors")
+    held = {name.replace(".default", ""): p for name, p in models.tuned.named_parameters() if "lora_" in name}
+    assert held.keys() == saved.keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in saved.items())
 
 
 def test_diagnostics_count_all_processes(ended: Path) -> None:
@@ -101,20 +112,6 @@ def test_diagnostics_count_all_processes(ended: Path) -> None:
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-3) == pytest.approx(three["loss"], rel=1e-3)
         for number, *others in zip(*(row["clipped_by_layer"] for row in (one, two, three)), strict=True):
             assert max(abs(number - other) for other in others) <= 1  # of a norm that is just about the bound
-
-
-def test_the_adapter_of_two_processes_loads_in_one(ended: Path) -> None:
-    import torch
-
-    from dpllm.model import loading
-    from dpllm.recipe.config import load_config
-
-    run = ended / "seeded_2" / "run"
-    models = loading.load_for_scoring(load_config(run / "config.yaml"), run / "export", torch.device("cpu"))
-    saved = load_file(run / "export" / "adapter_model.safetensors")
-    held = {name.replace(".default", ""): p for name, p in models.tuned.named_parameters() if "lora_" in name}
-    assert held.keys() == saved.keys()
-    assert all(torch.equal(held[name], tensor) for name, tensor in saved.items())
 
 
 def test_a_stop_signal_to_one_process_stops_all_after_the_same_step_and_three_go_on(ended: Path) -> None:
@@ -215,3 +212,24 @@ def test_one_message_all_processes_end_and_the_ledger_tells_the_truth(failed: Pa
     assert state != "completed"
     assert record(failed, name)["status"] == "interrupted"
     assert not (failed / name / "run" / "export" / "adapter_model.safetensors").exists()
+
+
+def test_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    PartialState(cpu=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 processes"):
+        join()
+
+
+@pytest.mark.full
+def test_two_launched_processes_are_one_run(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.sqlite"
+    keys = {"output_dir": tmp_path / "run", "privacy.ledger": ledger, "train.steps": 2}
+    keys["audit.canaries.groups"] = "{1: 4}"
+    overrides = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    run_program(*LAUNCH, "recipes/accelerate/cpu_2.yaml", "recipes/train.py", "recipes/smoke/clinic.yaml", *overrides)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (record["status"], record["steps_taken"]) == ("completed", 2)
+    with Ledger(ledger) as book:
+        (run,) = book.runs("builtin:clinic")
+    assert (run.steps, run.state, run.reservation.entry) == (2, "completed", record["ledger"]["entry"])

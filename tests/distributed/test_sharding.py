@@ -1,7 +1,5 @@
 """A base model cut over two processes trains what a whole one trains: the same losses, sums, updates and files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 import tiny
 import tiny_models as tm
 import torch
+from peft import PeftModel
 from programs import LAUNCH, run_program
 from remembered import Once
 from safetensors.torch import load_file
@@ -43,11 +42,8 @@ def folder(once: Once) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> tuple[Results, Results, Results]:
     """Rank 0 and rank 1 of two with a sharded base, and one process with a whole one."""
-    first, second, alone = (
-        torch.load(folder / f"world{world}_rank{rank}.pt", weights_only=True)
-        for rank, world in ((0, 2), (1, 2), (0, 1))
-    )
-    return first, second, alone
+    names = ("world2_rank0", "world2_rank1", "world1_rank0")
+    return tuple(torch.load(folder / f"{name}.pt", weights_only=True) for name in names)
 
 
 @pytest.fixture(params=VARIANTS)
@@ -60,7 +56,7 @@ def close(one: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-6) -> bo
     return float((one - other).norm()) <= tolerance * float(other.norm())
 
 
-def test_each_rank_holds_half_of_the_blocks(results: tuple[Results, Results, Results]) -> None:
+def test_each_rank_holds_half_of_the_blocks_and_what_trains_whole_and_weights_keep_their_type(results: Any) -> None:
     first, second, alone = results
     assert first["sharded"]
     assert not alone["sharded"]
@@ -70,6 +66,10 @@ def test_each_rank_holds_half_of_the_blocks(results: tuple[Results, Results, Res
         assert all(name in rank["cut"] for name in alone["frozen_in_blocks"])
         assert rank["here"] == pytest.approx(rank["all"] / 2, rel=0.02)
     assert first["here"] + second["here"] == first["all"]
+    first, _, alone = results
+    assert first["trains"] == alone["trains"]
+    assert first["trains_in"] == alone["trains_in"] == ["torch.float32"]
+    assert first["dtypes"] == alone["frozen_types"]
 
 
 def test_untied_ends_are_cut_and_tied_ones_stay_whole(runs: tuple[Results, Results, Results]) -> None:
@@ -82,31 +82,19 @@ def test_untied_ends_are_cut_and_tied_ones_stay_whole(runs: tuple[Results, Resul
     assert ends["copied"] == []
 
 
-def test_what_trains_is_whole_and_frozen_weights_keep_their_type(results: tuple[Results, Results, Results]) -> None:
-    first, _, alone = results
-    assert first["trains"] == alone["trains"]
-    assert first["trains_in"] == alone["trains_in"] == ["torch.float32"]
-    assert first["dtypes"] == alone["frozen_types"]
-
-
-def test_losses_are_those_of_a_whole_model(results: tuple[Results, Results, Results]) -> None:
+def test_losses_are_those_of_a_whole_model_and_a_rank_without_rows_adds_nothing(results: Any) -> None:
     first, second, alone = results
     for step in STEPS:
         both = torch.cat([first[f"losses{step}"], second[f"losses{step}"]])
         torch.testing.assert_close(both[: len(alone[f"losses{step}"])], alone[f"losses{step}"], rtol=1e-6, atol=0.0)
+    assert [[rank[f"units{step}"] for rank in results] for step in STEPS] == [[4, 3, 7], [2, 0, 2]]
+    assert not results[1]["sum1"].any()
 
 
 @pytest.mark.parametrize("name", ["sum0", "sum1", "unclipped", "again"])
-def test_sums_add_up_also_without_privacy_and_after_a_pass_that_failed(
-    results: tuple[Results, Results, Results], name: str
-) -> None:
+def test_sums_add_up_also_without_privacy_and_after_a_pass_that_failed(results: Any, name: str) -> None:
     first, second, alone = results
     assert close(first[name] + second[name], alone[name])
-
-
-def test_a_rank_without_rows_takes_part_and_adds_nothing(results: tuple[Results, Results, Results]) -> None:
-    assert [[rank[f"units{step}"] for rank in results] for step in STEPS] == [[4, 3, 7], [2, 0, 2]]
-    assert not results[1]["sum1"].any()
 
 
 @pytest.mark.parametrize("name", ["released0", "released1", "weights"])
@@ -116,16 +104,13 @@ def test_updates_are_the_same(results: tuple[Results, Results, Results], name: s
     assert close(first[name], alone[name])
 
 
-def test_the_self_check_runs_through_the_sharded_model(results: tuple[Results, Results, Results]) -> None:
+def test_self_check_held_out_loss_samples_and_generation_run_through_the_sharded_model(
+    results: tuple[Results, Results, Results],
+) -> None:
     first, second, alone = results
     assert first["error"] == second["error"]
     assert 0 < first["error"] <= max(2 * alone["error"], 1e-6)
     assert first.get("small", 0) <= 1e-6
-
-
-def test_held_out_loss_with_unequal_and_empty_shares_samples_and_generation(
-    results: tuple[Results, Results, Results],
-) -> None:
     first, second, alone = results
     for when in ("before", "after"):
         assert first[when] == second[when]
@@ -150,8 +135,6 @@ def test_what_is_saved_is_what_one_process_saves(folder: Path, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["plain", "copied"])
 def test_the_adapter_loads_on_one_process(folder: Path, runs: tuple[Results, Results, Results], name: str) -> None:
-    from peft import PeftModel
-
     base = tm.recipe(model={"name_or_path": str(folder / ("llama" if name == "plain" else "gpt2"))}).model
     tuned = PeftModel.from_pretrained(loading.load_base(base, tm.CPU), str(folder / f"{name}2" / "export")).eval()
     prompt = torch.tensor([[5, 9, 20]])

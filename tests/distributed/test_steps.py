@@ -1,7 +1,5 @@
 """Several processes take the steps that one would: one logical batch, one sum, one noise, one update."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -46,9 +44,7 @@ def test_the_ranks_sums_add_up_to_that_of_one_process_and_all_hold_its_parameter
         assert int(total(runs[world], "steps", f"units{step}")) == int(alone[f"units{step}"])
         assert all(int(rank[f"units{step}"]) > 0 for rank in ranks)
         assert len({int(rank[f"batches{step}"]) for rank in ranks}) == 1  # as many passes
-        assert torch.equal(
-            total(runs[world], "steps", f"sum{step}"), alone[f"sum{step}"]
-        )  # bit for bit: sums are exact
+        assert torch.equal(total(runs[world], "steps", f"sum{step}"), alone[f"sum{step}"])  # sums are exact
         assert all(torch.equal(rank[f"released{step}"], alone[f"released{step}"]) for rank in ranks)
     assert all(torch.equal(rank["weights"], alone["weights"]) for rank in ranks)
 

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 import remembered
 import tiny
-from running import Place, done, make_place, rows
-
-CANARIES = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
+from running import CANARIES, Place, done, make_place, rows
 
 
 @pytest.fixture(scope="session")
@@ -54,11 +52,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Pa
     place = make_place(tmp_path_factory.mktemp("finished"), base)
     tiny.write_rows(place.root / "data" / "eval.jsonl", rows(8, start=500))
     place.write(
-        {
-            "data.eval": str(place.root / "data" / "eval.jsonl"),
-            "data.eval_public": True,
-            "audit.canaries": CANARIES,
-        }
+        {"data.eval": str(place.root / "data" / "eval.jsonl"), "data.eval_public": True, "audit.canaries": CANARIES}
     )
     (place.root / "plan.txt").write_text(done("plan", place.recipe, "--json").out)
     done("train", place.recipe)
@@ -106,15 +100,15 @@ def copies(finished: Place, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 @pytest.fixture
 def run(copies: tuple[Path, Path]) -> Iterator[Path]:
     """A run that may be changed; it lies at one place, so that what was read once is known."""
-    original, kept = copies
+    original, backup = copies
     yield original
     for path in sorted(original.rglob("*"), reverse=True):
-        if path.is_symlink() or not os.path.lexists(kept / path.relative_to(original)):
+        if path.is_symlink() or not os.path.lexists(backup / path.relative_to(original)):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    for path in kept.rglob("*"):
-        there = original / path.relative_to(kept)
-        if path.is_file() and not (there.exists() and _seen(there) == _seen(path)):
-            shutil.copy2(path, there)
+    for path in backup.rglob("*"):
+        changed = original / path.relative_to(backup)
+        if path.is_file() and not (changed.exists() and _seen(changed) == _seen(path)):
+            shutil.copy2(path, changed)
 
 
 def _seen(path: Path) -> tuple[int, int]:

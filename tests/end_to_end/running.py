@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,13 @@ import yaml
 import dpllm
 from dpllm.cli import main
 from dpllm.ledger import Ledger
+from dpllm.ledger.values import Run
 from dpllm.privacy.engine import StepEngine
 from dpllm.recipe import names
 from dpllm.recipe.config import load_config
 
 Json = dict[str, Any]
+CANARIES = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
 SENTINEL = "Sigrid Forsberg owes 4711"
 NUM_ROWS = 40
 STEPS = 4
@@ -70,6 +72,25 @@ def done(*arguments: object) -> Answer:
     return answer
 
 
+def refused(command: str, *arguments: object, code: int = 2) -> str:
+    """The message of a refusal, without a word of a row: one line on standard error, or one for each that ``plan`` finds."""
+    answer = dpllm_(command, *arguments)
+    assert answer.code == code, answer
+    lines = answer.err.splitlines()
+    assert all(line.startswith(f"dpllm {command}: ") for line in lines), answer.err
+    assert len(lines) == 1 or command == "plan", answer.err
+    assert not answer.out or command in ("plan", "train", "sweep")
+    assert not any(word in answer.out + answer.err for word in SENTINEL.split())
+    return answer.err
+
+
+def unverified(*arguments: object) -> str:
+    """What ``dpllm verify`` prints of something that does not verify."""
+    answer = dpllm_("verify", *arguments)
+    assert answer.code == 4, answer
+    return answer.out
+
+
 def python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Code in a process of its own, with the very package that is tested."""
     paths = [str(Path(dpllm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -92,11 +113,52 @@ def fails_in_step(patch: pytest.MonkeyPatch, number: int) -> list[int]:
     return begun
 
 
+def train_until(patch: pytest.MonkeyPatch, number: int, recipe: Path, *options: object) -> list[int]:
+    """Training that fails in its so-manyth step; returns the steps begun, later runs' too."""
+    begun = fails_in_step(patch, number)
+    with pytest.raises(RuntimeError):
+        dpllm_("train", recipe, *options)
+    return begun
+
+
 def as_trained(run: Path) -> None:
     """Makes the record say that the run trained with the recipe that lies there now."""
     record = json.loads((run / "run.json").read_text("utf-8"))
     record["manifest"]["config.yaml"] = names.of_training(load_config(run / "config.yaml"))
     (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
+
+
+def calls(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any] = lambda *arguments, **_: arguments
+) -> list[Any]:
+    """Grows by what is noted of the arguments of each call of a function or method, before it goes on as ever."""
+    call, noted = getattr(owner, name), list[Any]()
+
+    def watched(*arguments: Any, **more: Any) -> Any:
+        noted.append(note(*arguments, **more))
+        return call(*arguments, **more)
+
+    patch.setattr(owner, name, watched)
+    return noted
+
+
+def results(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """Grows by what each call returns."""
+    call, returned = getattr(owner, name), list[Any]()
+
+    def watched(*arguments: Any, **more: Any) -> Any:
+        returned.append(call(*arguments, **more))
+        return returned[-1]
+
+    patch.setattr(owner, name, watched)
+    return returned
+
+
+def edit_json(path: Path, **changes: Any) -> Json:
+    """Changes keys of a JSON object in a file; returns it as it was."""
+    value: Json = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps({**value, **changes}), encoding="utf-8")
+    return value
 
 
 def edit_recipe(run: Path, section: str, **changes: Any) -> Path:
@@ -136,8 +198,33 @@ class Place:
     def run(self) -> Path:
         return self.root / "run"
 
+    @property
+    def card(self) -> str:
+        return (self.run / "export" / "README.md").read_text("utf-8")
+
+    def does(self, *commands: str) -> str:
+        """Types commands one after the other, of the recipe or of the run; returns what the last one printed."""
+        of_recipe = ("plan", "train")
+        return [done(word, self.recipe if word in of_recipe else self.run).out for word in commands][-1]
+
     def json(self, name: str) -> Json:
         return dict(json.loads((self.run / name).read_text("utf-8"), parse_constant=_no_constant))
+
+    def lines(self, name: str) -> list[Json]:
+        """Of a file of the run with one JSON object a line."""
+        return [json.loads(line, parse_constant=_no_constant) for line in (self.run / name).read_text().splitlines()]
+
+    def runs(self, dataset: str = "notes") -> list[Run]:
+        """The runs of a dataset, as the ledger holds them."""
+        with Ledger(self.ledger) as ledger:
+            return list(ledger.runs(dataset))
+
+    def head(self) -> Any:
+        """The head of the ledger's chain; None where there is no ledger."""
+        if not self.ledger.exists():
+            return None
+        with Ledger(self.ledger) as ledger:
+            return ledger.head()
 
     def write(self, changes: Mapping[str, Any] | None = None) -> Path:
         """Writes the recipe; ``changes`` maps dotted keys to values."""

@@ -1,18 +1,24 @@
-"""``dpllm audit`` as it is typed: what it prints and writes, and one message for each mistake."""
+"""``dpllm audit`` as it is typed: what it prints and writes, one message for each mistake, and what whole runs show."""
 
 from __future__ import annotations
 
 import json
+import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import running
 import tiny
 import torch
 import yaml
-from running import SENTINEL, Answer, Place, as_trained, contents, done, dpllm_, edit_recipe, make_place, rows
+from published import edit
+from running import SENTINEL, Json, Place, as_trained, contents, done, dpllm_, edit_recipe, make_place, refused, rows
 
 from dpllm.auditing import shadows
+from dpllm.auditing.run import audit
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
 from dpllm.privacy.plan import Plan
@@ -23,16 +29,6 @@ from dpllm.text.data import load_held_out, load_table
 from dpllm.text.prompts import keep_rows
 
 
-def refused(*arguments: object) -> str:
-    """The one line on standard error of a command with a mistake."""
-    answer: Answer = dpllm_("audit", *arguments)
-    assert answer.code == 2, (answer.code, answer.err)
-    assert answer.err.startswith("dpllm audit: ")
-    assert answer.err.count("\n") == 1
-    assert not answer.out
-    return answer.err
-
-
 def test_real_rows_are_scored_in_private(copy: Place) -> None:
     tiny.write_rows(copy.train, rows(60))
     tiny.write_rows(copy.root / "data" / "eval.jsonl", rows(60, start=500))
@@ -41,8 +37,7 @@ def test_real_rows_are_scored_in_private(copy: Place) -> None:
     run.rows.unlink()  # as if it had trained on these
     tables = load_table(config.data.train, config.data, "train", run.private), load_held_out(config.data, run.private)
     keep_rows(run.rows, config.data, *tables)
-    record = copy.json("run.json") | {"manifest": manifest_of(run, config, ended=True)}
-    run.run.write_text(json.dumps(record), encoding="utf-8")
+    running.edit_json(run.run, manifest=manifest_of(run, config, ended=True))
     published = contents(copy.run / "export")
     answer = done("audit", copy.run, "--members")
     assert SENTINEL not in answer.out
@@ -65,22 +60,22 @@ def test_real_rows_are_scored_in_private(copy: Place) -> None:
     ],
 )
 def test_mistakes_with_a_run_are_one_message(finished: Place, arguments: list[str], words: str) -> None:
-    assert words in refused(finished.run, *arguments)
+    assert words in refused("audit", finished.run, *arguments)
 
 
 def test_mistakes_without_a_run_are_one_message(finished: Place, tmp_path: Path) -> None:
-    assert "holds no run" in refused(tmp_path)
+    assert "holds no run" in refused("audit", tmp_path)
     planted = tmp_path / "planted.jsonl"
     planted.write_text('{"coins": "independent"}\n')
-    assert "two separate audits" in refused(tmp_path, "--canaries", planted, "--members")
-    assert "holds no run" in refused(tmp_path / "absent")
-    assert "holds no run" in refused(finished.recipe)
-    assert "is a part of a run" in refused(finished.run / "export")
-    assert f"Type: dpllm audit {finished.run}" in refused(finished.root)
-    assert f"Type: dpllm audit {finished.run}" in refused(finished.run / "config.yaml")
+    assert "two separate audits" in refused("audit", tmp_path, "--canaries", planted, "--members")
+    assert "holds no run" in refused("audit", tmp_path / "absent")
+    assert "holds no run" in refused("audit", finished.recipe)
+    assert "is a part of a run" in refused("audit", finished.run / "export")
+    assert f"Type: dpllm audit {finished.run}" in refused("audit", finished.root)
+    assert f"Type: dpllm audit {finished.run}" in refused("audit", finished.run / "config.yaml")
     adapter = tmp_path / "adapter"
     shutil.copytree(finished.run / "export", adapter)
-    assert "is a model trained elsewhere" in refused(adapter, "--base", "builtin:tiny")
+    assert "is a model trained elsewhere" in refused("audit", adapter, "--base", "builtin:tiny")
 
 
 def test_audits_at_the_same_time_are_all_counted(copy: Place) -> None:
@@ -110,29 +105,27 @@ def test_canaries_that_were_never_planted_give_no_verdict(tmp_path: Path, base: 
     run.private.mkdir(parents=True)
     canaries.save(plan, run.canaries)
     done("train", place.recipe)
-    assert "every coin said out" in refused(place.run)
+    assert "every coin said out" in refused("audit", place.run)
     assert not (run.export / "audit").exists()
 
 
 def twin_of(baseline: Place, folder: Path, **changes: object) -> Path:
     """A copy of the run without privacy whose audit says something else."""
     shutil.copytree(baseline.run, folder)
-    path = folder / "private" / "audit" / "audit.json"
-    report = json.loads(path.read_text())
-    controls = {**report["controls"], "positive": "AUC 0.99", **changes}
-    path.write_text(json.dumps({**report, "controls": controls}))
+    controls = baseline.json("private/audit/audit.json")["controls"]
+    running.edit_json(
+        folder / "private" / "audit" / "audit.json", controls={**controls, "positive": "AUC 0.99", **changes}
+    )
     return folder
 
 
 def test_a_twin_is_a_control_that_stays_private(copy: Place, baseline: Place, tmp_path: Path) -> None:
     done("audit", copy.run, "--positive-control", twin_of(baseline, tmp_path / "twin"))
     report, published = copy.json("private/audit/audit.json"), copy.json("export/audit/audit.json")
-    assert report["controls"]["twin"] == "AUC 0.99 of a run without privacy"
+    assert (report["controls"]["twin"], report["published"]) == ("AUC 0.99 of a run without privacy", False)
     assert report["controls"]["positive"]
-    assert not report["published"]
     # What needs no twin is published all the same: a falsified claim would be, and this audit counts.
-    assert published["controls"]["twin"] is None
-    assert published["published"]
+    assert (published["controls"]["twin"], published["published"]) == (None, True)
     assert published["epsilon_lower_bound"] == report["epsilon_lower_bound"]
     assert published["audits_run"] == report["audits_run"] == 2
     exported = b"".join(contents(copy.run / "export").values())
@@ -142,38 +135,27 @@ def test_a_twin_is_a_control_that_stays_private(copy: Place, baseline: Place, tm
 def test_a_twin_on_which_the_attack_fails_is_said(copy: Place, baseline: Place, tmp_path: Path) -> None:
     done("audit", copy.run, "--positive-control", twin_of(baseline, tmp_path / "twin", positive=None))
     report = copy.json("private/audit/audit.json")
-    assert report["controls"]["twin"] == ""
-    assert report["verdict"] == "inconclusive"
+    assert (report["controls"]["twin"], report["verdict"]) == ("", "inconclusive")
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"base_separates": True}, "controls failed"),
-        ({"words": {"auc": 0.9, "interval": [0.8, 0.95], "succeeds": True}}, "controls failed"),
-    ],
-)
-def test_a_twin_that_proves_nothing_is_refused(
-    copy: Place, baseline: Place, tmp_path: Path, changes: dict[str, object], words: str
-) -> None:
-    assert words in refused(copy.run, "--positive-control", twin_of(baseline, tmp_path / "twin", **changes))
-
-
-def test_what_is_no_twin_is_refused(copy: Place, baseline: Place, tmp_path: Path) -> None:
-    assert "was trained with differential privacy" in refused(copy.run, "--positive-control", copy.run)
+def test_what_is_no_twin_or_proves_nothing_is_refused(copy: Place, baseline: Place, tmp_path: Path) -> None:
+    by_words = {"words": {"auc": 0.9, "interval": [0.8, 0.95], "succeeds": True}}
+    for number, changes in enumerate(({"base_separates": True}, by_words)):
+        twin = twin_of(baseline, tmp_path / str(number), **changes)
+        assert "controls failed" in refused("audit", copy.run, "--positive-control", twin)
+    assert "was trained with differential privacy" in refused("audit", copy.run, "--positive-control", copy.run)
     twin = twin_of(baseline, tmp_path / "twin")
     recipe = yaml.safe_load((twin / "config.yaml").read_text())
     recipe["train"]["steps"] += 1
     (twin / "config.yaml").write_text(yaml.safe_dump(recipe))
     as_trained(twin)
-    assert "section train" in refused(copy.run, "--positive-control", twin)
+    assert "section train" in refused("audit", copy.run, "--positive-control", twin)
 
 
 def test_a_twin_of_other_data_is_published_only_where_both_are_public(
     copy: Place, baseline: Place, tmp_path: Path
 ) -> None:
-    ours = copy.run / "config.yaml"
-    ours.write_text(ours.read_text().replace("public: false", "public: true"))
+    edit(copy.run / "config.yaml", "public: false", "public: true")
     as_trained(copy.run)
     assert "not the one that the ledger recorded" in dpllm_("audit", copy.run).err
     edit_recipe(copy.run, "privacy", ledger=str(tmp_path / "gone.sqlite"))
@@ -193,14 +175,12 @@ def test_a_twin_of_other_data_is_published_only_where_both_are_public(
 def test_what_training_fixed_has_to_be_there(copy: Place) -> None:
     """Without the tests of the Plan they could be chosen by what the scores show."""
     edit_recipe(copy.run, "privacy", ledger=str(copy.run / "gone.sqlite"))
-    plan, record = copy.json("plan.json"), copy.json("run.json")
-    loose = Plan.checked({**plan, "audit": None})
+    loose = Plan.checked({**copy.json("plan.json"), "audit": None})
     (copy.run / "plan.json").write_text(json.dumps(loose.to_json()), encoding="utf-8")
-    record["manifest"]["plan.json"] = loose.digest
-    (copy.run / "run.json").write_text(json.dumps(record), encoding="utf-8")
-    assert "fixes no tests" in refused(copy.run)
+    running.edit_json(copy.run / "run.json", manifest={**copy.json("run.json")["manifest"], "plan.json": loose.digest})
+    assert "fixes no tests" in refused("audit", copy.run)
     (copy.run / "private" / "canaries.json").unlink()
-    assert "canaries.json: is missing" in refused(copy.run)
+    assert "canaries.json: is missing" in refused("audit", copy.run)
 
 
 def test_shadows_stand_in_the_report(copy: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,3 +191,82 @@ def test_shadows_stand_in_the_report(copy: Place, monkeypatch: pytest.MonkeyPatc
     answer = done("audit", copy.run, "--shadows", "2")
     assert "lira" in answer.out
     assert copy.json("export/audit/audit.json")["shadows"] == results
+
+
+# --- whole runs of the embedded model: what is memorised is shown, what privacy hides is not claimed -----------------
+
+
+ONCE, REPEATED = 200, 12
+CANARIES = {"groups": {1: ONCE, 16: REPEATED}, "digits": 4, "references": 300}
+RECIPE = {
+    "model.name_or_path": "builtin:tiny",
+    "adapter": {"method": "lora", "r": 64, "alpha": 64},
+    "data.max_length": 96,
+    "train.batch_size": 64,
+    "train.learning_rate": 0.01,
+    "train.steps": 200,
+    "audit.canaries": CANARIES,
+}
+
+
+def trained(root: Path, base: Path, seed: int, changes: Mapping[str, Any]) -> Place:
+    """A run whose canaries, coins and noise follow from a seed."""
+    place = make_place(root, base, {**RECIPE, "privacy.insecure_seed": seed, **changes})
+    plan = canaries.plan_canaries(CanaryConfig(**CANARIES), generator=random.Random(seed))
+    run = RunDir(place.run)
+    run.private.mkdir(parents=True)
+    canaries.save(plan, run.canaries)
+    done("train", place.recipe)
+    return place
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path, seed: int) -> tuple[Place, Json]:
+    """A run without privacy, drawn from the seed as well, and its audit."""
+    changes = {"privacy.enabled": False, "privacy.insecure_seed": None, "data.public": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(data_home))
+        patch.setattr(build, "os_entropy", lambda: random.Random(seed).getrandbits(128))  # which rows are drawn
+        place = trained(tmp_path_factory.mktemp("plain"), base, seed, changes)
+        return place, audit(RunDir(place.run)).to_json()
+
+
+@pytest.mark.full
+def test_without_privacy_everything_is_found(plain: tuple[Place, Json]) -> None:
+    _, report = plain
+    assert report["verdict"] == "no_claim"
+    assert report["repeated"]["16"]["attacks"]["calibrated"]["auc"] > 0.9
+    count = report["extraction"]["16"]
+    assert count["tuned"] == count["inserted"] > 0 == count["base"]
+    # 200 candidates could show 3.35.
+    assert report["epsilon_lower_bound"]["ceiling"] > 3.3
+    assert report["epsilon_lower_bound"]["value"] > 2
+    assert report["attacks"]["calibrated"]["auc"] > 0.9
+    assert report["controls"]["positive"]
+    assert not report["controls"]["base_separates"]
+    assert count["held_out_tuned"] == 0
+
+
+@pytest.mark.full
+def test_with_privacy_nothing_is_claimed_that_is_not_there(tmp_path: Path, base: Path, seed: int) -> None:
+    bounds = []
+    for repeat in range(20):
+        changes = {"privacy.epsilon": 1.0, "privacy.delta": 1e-5, "train.steps": 20, "adapter": {"method": "lora"}}
+        place = trained(tmp_path / str(repeat), base, 1000 * seed + repeat, changes)
+        report = audit(RunDir(place.run)).to_json()
+        assert report["verdict"] in ("consistent", "inconclusive")
+        bounds.append(report["epsilon_lower_bound"]["value"])
+    assert sum(value > 1 for value in bounds) <= 1
+
+
+@pytest.mark.full
+def test_a_twin_without_privacy_is_a_positive_control_and_keeps_the_report_private(
+    plain: tuple[Place, Json], tmp_path: Path, base: Path, seed: int
+) -> None:
+    """A claim so strong that not even repeated canaries are seen."""
+    place = trained(tmp_path / "dp", base, seed + 8, {"privacy.epsilon": 0.05, "privacy.delta": 1e-6})
+    report = audit(RunDir(place.run), positive_control=RunDir(plain[0].run)).to_json()
+    assert "of a run without privacy" in report["controls"]["positive"]
+    assert report["verdict"] == "consistent"
+    assert place.json("export/audit/audit.json")["verdict"] == "inconclusive"
+    assert place.json("private/audit/audit.json")["verdict"] == "consistent"

@@ -1,4 +1,4 @@
-"""An audit of a whole run directory: what was memorised is found, what was not is not, and no text gets out."""
+"""Audits of models of known contents: what was memorised is found, what was not is not, and no text gets out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import random
-import stat
+from pathlib import Path
+from typing import Any
 
 import cards
 import pytest
@@ -14,9 +15,10 @@ import tiny
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from dpllm.auditing import summary
+from dpllm.auditing.outside import audit_outside, outside_claim
 from dpllm.auditing.run import audit
 from dpllm.auditing.table import read_tokens, sum_up
 from dpllm.canaries import canaries
@@ -28,8 +30,8 @@ from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, RunConfig, dump_config
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
-from dpllm.statement.audit_bounds import Claim
 from dpllm.statement.run_files import read_plan
+from dpllm.text import builtin
 
 CANARIES = {"groups": {1: 120, 8: 10}, "digits": 12, "references": 150}
 
@@ -50,27 +52,18 @@ def base(tmp_path_factory):
     inner.train_from_iterator([canary.carrier for canary in plan.canaries], trainer)
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|eos|>").save_pretrained(folder)
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=len(inner.get_vocab()), n_embd=64, n_layer=1, n_head=4, n_positions=64)
-    )
-    model.save_pretrained(folder)
+    shape = GPT2Config(vocab_size=len(inner.get_vocab()), n_embd=64, n_layer=1, n_head=4, n_positions=64)
+    GPT2LMHeadModel(shape).save_pretrained(folder)
     return folder
 
 
 def make_run(base, root, *, adapter, private=True, epsilon=8.0, planted=True):
     """A run directory as training leaves it, without weights."""
-    (root / "rows.jsonl").write_text(json.dumps({"text": "Nothing to see."}) + "\n")
-    config = RunConfig.model_validate(
-        {
-            "model": {"name_or_path": str(base)},
-            "adapter": {"method": adapter},
-            "data": {"train": str(root / "rows.jsonl"), "public": not private, "format": "text", "max_length": 64},
-            "privacy": {"enabled": private},
-            "train": {"steps": 1},
-            "audit": {"canaries": CANARIES if planted else None},
-            "output_dir": str(root / "run"),
-        }
-    )
+    rows = tiny.write_rows(root / "rows.jsonl", [{"text": "Nothing to see."}])
+    value = {"model": {"name_or_path": str(base)}, "adapter": {"method": adapter}, "privacy": {"enabled": private}}
+    value |= {"data": {"train": str(rows), "public": not private, "format": "text", "max_length": 64}}
+    value |= {"audit": {"canaries": CANARIES if planted else None}, "train": {"steps": 1}}
+    config = RunConfig.model_validate({**value, "output_dir": str(root / "run")})
     run = RunDir(root / "run")
     run.make()
     run.config.write_text(dump_config(config))
@@ -95,7 +88,7 @@ def export(run, model):
     write_json(run.run, {**record, "manifest": {**record["manifest"], **weights}})
 
 
-def memorise(base, plan, tokenizer, *, epochs=80, whole_rows=False):
+def memorise(base, plan, tokenizer, *, epochs=62, whole_rows=False):
     """Trains without any privacy on the inserted canaries, on their secrets alone or on all that enters a run's loss."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel.from_pretrained(base)
@@ -141,28 +134,14 @@ def test_a_broken_promise_is_falsified(memorised):
 
 def test_the_report_names_what_it_is_about(memorised):
     run, plan, report = memorised
+    inserted = sum(canary.inserted for canary in plan.canaries if canary.group == 1)
     assert report["canaries"]["commitment"] == plan.commitment
-    assert report["canaries"]["groups"]["1"]["candidates"] == 120
-    assert report["canaries"]["groups"]["1"]["inserted"] == sum(c.inserted for c in plan.canaries if c.group == 1)
+    assert report["canaries"]["groups"]["1"] == {"candidates": 120, "inserted": inserted}
     names = ("config.json", "model.safetensors")
     hashes = {name: hashlib.sha256((run.export / name).read_bytes()).hexdigest() for name in names}
     assert report["weights"] == hashes
     written = json.loads((run.export / "audit" / "audit.json").read_text())
     assert written == {"schema_version": written["schema_version"], **report}
-
-
-def test_anyone_can_recompute_the_report_from_the_export_alone(memorised):
-    run, _, report = memorised
-    tokens = read_tokens(run.export / "audit" / "tokens.parquet")
-    assert len(tokens.canary_ids) == 280
-    claim = Claim(**report["claim"])
-    again = summary.summarise(
-        tokens,
-        claim,
-        AuditSettings.pick(report["settings"]),
-        summary.AuditContext(limits=json.loads(run.plan.read_text()).get("limits"), words=report["controls"]["words"]),
-    ).to_json()
-    assert again == {key: report[key] for key in again}
 
 
 def test_a_run_without_privacy_is_found_out_by_its_rows_before_its_secrets(base, tmp_path):
@@ -179,25 +158,10 @@ def test_a_run_without_privacy_is_found_out_by_its_rows_before_its_secrets(base,
     assert all(of_secrets[name] == report[name] for name in ("exposure", "extraction", "sampling"))
 
 
-def test_no_canary_text_leaves_the_private_directory(memorised):
-    run, plan, _ = memorised
-    published = b"".join(
-        path.read_bytes() for path in run.root.rglob("*") if path.is_file() and run.private not in path.parents
-    )
-    assert (run.export / "audit" / "tokens.parquet").exists()
-    for canary in (*plan.canaries, *plan.references):
-        assert canary.secret.encode() not in published
-        assert canary.carrier.encode() not in published
-    assert plan.salt.encode() not in published
-    assert stat.S_IMODE(run.canaries.stat().st_mode) == 0o600
-
-
 def test_an_adapter_that_learned_nothing_is_not_accused(base, tmp_path):
     run, _ = make_run(base, tmp_path, adapter="lora", epsilon=4.0)
-    adapter = get_peft_model(
-        GPT2LMHeadModel.from_pretrained(base), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
-    )
-    export(run, adapter)
+    settings = LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    export(run, get_peft_model(GPT2LMHeadModel.from_pretrained(base), settings))
     report = audit(run).to_json()
     assert report["verdict"] == "inconclusive"
     assert "seen to work nowhere" in report["verdict_reason"]
@@ -224,3 +188,76 @@ def test_what_cannot_be_audited_is_refused(base, tmp_path):
     unplanted, _ = make_run(base, tmp_path / "other", adapter="frozen", planted=False)
     with pytest.raises(ConfigError, match="audit twin"):
         audit(unplanted)
+
+
+# --- a stranger's adapter, trained with plain peft and transformers --------------------------------------------------
+
+
+Json = dict[str, Any]
+STEPS, BATCH, LEARNING_RATE = 80, 26, 5e-3
+CLAIM = outside_claim(0.5, 1e-5)
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Json]]:
+    """What somebody has who trained without dpllm: a folder with adapters, trained and not, and canaries."""
+    torch.set_num_threads(1)
+    draw, root = random.Random(1), tmp_path_factory.mktemp("stranger")
+    planted = [
+        {"carrier": f"Gate {n}:", "secret": f"{draw.randrange(10**8):08d}", "inserted": draw.random() < 0.5, "group": 1}
+        for n in range(56)
+    ]
+    rows = [f"{draw.choice(tiny.NAMES)} owes {draw.randrange(10**6)}." for _ in range(120)]
+    texts = rows[:60] + [f"{canary['carrier']} {canary['secret']}" for canary in planted if canary["inserted"]]
+    base = str(builtin.path("builtin:tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    torch.manual_seed(0)
+    targets = ["up_proj", "down_proj", "v_proj", "o_proj"]
+    settings = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=targets)
+    net = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+    net.save_pretrained(root / "untrained")
+    optimizer = torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=LEARNING_RATE)
+    net.train()
+    for _ in range(STEPS):
+        batch = tokenizer(draw.sample(texts, BATCH), return_tensors="pt", padding=True, padding_side="right")
+        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+        net(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net.save_pretrained(root / "adapter")
+    return root, planted
+
+
+def audited(adapter: Path, planted: list[Json], manifest: Path, **more: Any) -> Json:
+    tiny.write_rows(manifest, [{"coins": "independent"}, *planted])
+    return audit_outside(adapter, manifest, claim=CLAIM, **more).to_json()
+
+
+def test_a_claim_that_the_canaries_refute_is_falsified(stranger: tuple[Path, list[Json]], tmp_path: Path) -> None:
+    root, planted = stranger
+    report = audited(root / "adapter", planted, tmp_path / "m.jsonl", base="builtin:tiny")
+    assert report["verdict"] == "falsified"
+    assert report["epsilon_lower_bound"]["value"] > 0.5
+    assert report["attacks"]["ratio"]["auc"] > 0.8
+    assert report["canaries"]["groups"] == {"1": {"candidates": 56, "inserted": 18}}
+    assert report["model"]["base"] == "builtin:tiny"
+    written = json.dumps(report)
+    assert not any(canary[key] in written for canary in planted for key in ("secret", "carrier"))
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_coins_that_had_no_part_in_training_refute_nothing(
+    stranger: tuple[Path, list[Json]], tmp_path: Path, seed: int
+) -> None:
+    root, planted = stranger
+    draw = random.Random(seed)
+    fresh = [{**canary, "inserted": draw.random() < 0.5} for canary in planted]
+    report = audited(root / "adapter", fresh, tmp_path / "m.jsonl")
+    assert report["verdict"] == "inconclusive"
+    assert report["epsilon_lower_bound"]["value"] <= 0.5
+
+
+def test_a_model_that_learned_nothing_gives_nothing_away(stranger: tuple[Path, list[Json]], tmp_path: Path) -> None:
+    root, planted = stranger
+    report = audited(root / "untrained", planted, tmp_path / "m.jsonl")
+    assert (report["verdict"], report["attacks"]["ratio"]["auc"]) == ("inconclusive", 0.5)

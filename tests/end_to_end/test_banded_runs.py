@@ -1,22 +1,25 @@
-"""A run with banded noise from recipe to a card that verifies, also where it stopped and steps were lost."""
+"""A run with banded noise from recipe to a card that verifies, also where it stopped, and what a budget reserves of it."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import dp_accounting as dp
 import pytest
-import torch
-from running import Place, done, dpllm_, fails_in_step, make_place
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+from running import Place, calls, contents, done, dpllm_, edit_json, make_place, python, refused, results, train_until
 
 from dpllm.card.artifact import model_rules
 from dpllm.files import digest, read_json
-from dpllm.ledger import Ledger
-from dpllm.privacy import accounting
-from dpllm.privacy.events import read
+from dpllm.ledger import Ledger, admission
+from dpllm.privacy import accounting, renyi
+from dpllm.privacy.events import Gaussian, read
 from dpllm.privacy.noise import BandedNoise
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.records import NotAStatement
@@ -24,21 +27,16 @@ from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record
 
 BANDS, STEPS = 3, 7
-RECIPE = {
-    "privacy.noise": "banded",
-    "privacy.bands": BANDS,
-    "train.steps": STEPS,
-    "train.checkpoint_every": 2,
-    "audit.canaries": {"groups": {1: 28}, "references": 100, "digits": 12},
-}
+TEXTS = {"audit.canaries": {"groups": {1: 28}, "references": 100, "digits": 12}}
+NOISE = {"privacy.noise": "banded", "privacy.bands": BANDS}
+RECIPE = {**NOISE, **TEXTS, "train.steps": STEPS, "train.checkpoint_every": 2}
 
 
 @pytest.fixture(scope="module")
 def banded_run(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Place:
     """A finished run with a card; read only."""
     place = make_place(tmp_path_factory.mktemp("banded"), base, RECIPE)
-    done("train", place.recipe)
-    done("card", place.run)
+    place.does("train", "card")
     return place
 
 
@@ -52,7 +50,7 @@ def test_the_card_of_a_run_verifies_and_says_how(banded_run: Place) -> None:
     assert len(plan["coefficients"]) == plan["event"]["bands"] == BANDS
     assert plan["event"]["count"] == STEPS
     assert plan["without_amplification"] is None
-    card = (banded_run.run / "export" / "README.md").read_text()
+    card = banded_run.card
     assert f"step i was for group i mod {BANDS}" in card
     assert "3 Poisson-sampled Gaussian rounds" in card
 
@@ -60,9 +58,8 @@ def test_the_card_of_a_run_verifies_and_says_how(banded_run: Place) -> None:
 def test_groups_are_private_and_buffers_are_nowhere(banded_run: Place) -> None:
     groups = banded_run.run / "private" / "groups.json"
     assert groups.stat().st_mode & 0o077 == 0
-    secret = json.loads(groups.read_text())["key"]
-    public = [path for path in banded_run.run.rglob("*") if path.is_file() and "private" not in path.parts]
-    assert all(secret.encode() not in path.read_bytes() for path in public)
+    secret = json.loads(groups.read_text())["key"].encode()
+    assert {name.split("/")[0] for name, text in contents(banded_run.run).items() if secret in text} == {"private"}
 
 
 @pytest.mark.parametrize(
@@ -98,40 +95,15 @@ def test_coefficients_that_are_not_the_best_do_not_verify(
     assert not model_rules(record)["coefficients are not the best of any schedule"]
 
 
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Draws of each step and noise of each attempt."""
-    seen: dict[str, Any] = {"drawn": [], "attempts": [], "steps": 0}
-    draw, init, add = PoissonSampler.draw, BandedNoise.__init__, BandedNoise.add_to
-
-    def begin(self: BandedNoise, *arguments: Any) -> None:
-        init(self, *arguments)
-        if self.device.type == "cpu":
-            seen["attempts"].append([])
-
-    def drawn(self: PoissonSampler) -> list[int]:
-        result = draw(self)
-        seen["drawn"].append((self._step - 1, result))
-        return result
-
-    def added(self: BandedNoise, sum_P: torch.Tensor, scale: float) -> None:
-        seen["attempts"][-1].append(len(self._past))
-        add(self, sum_P, scale)
-
-    monkeypatch.setattr(BandedNoise, "__init__", begin)
-    monkeypatch.setattr(BandedNoise, "add_to", added)
-    monkeypatch.setattr(PoissonSampler, "draw", drawn)
-    return seen
-
-
 def test_a_run_that_lost_steps_goes_on_in_turn_with_empty_buffers(
-    place: Place, watched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails in its fourth step, two steps after its checkpoint; both are charged, and stay lost."""
+    past = calls(monkeypatch, BandedNoise, "add_to", lambda noise, *_: len(noise._past))
+    turns = calls(monkeypatch, PoissonSampler, "draw", lambda sampler: sampler._step)
+    draws = results(monkeypatch, PoissonSampler, "draw")
     place.write({**RECIPE, "audit.gradient_canaries": 40})
-    fails_in_step(monkeypatch, 4)
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe)
+    train_until(monkeypatch, 4, place.recipe)
     before, groups = place.json("plan.json"), place.json("private/groups.json")
     assert groups["starts"] == [0]
     done("train", place.recipe, "--resume")
@@ -140,10 +112,11 @@ def test_a_run_that_lost_steps_goes_on_in_turn_with_empty_buffers(
     assert (record["status"], record["steps_taken"], record["steps_lost"]) == ("completed", STEPS, 2)
     assert place.json("plan.json") == before
     # Four steps were charged, of which two were lost: the next is the fifth, so its turn is that of group 1.
-    assert watched["attempts"][-1][0] == 0
-    second = next(i for i, one in enumerate(watched["drawn"]) if i and one[0] <= watched["drawn"][i - 1][0])
-    assert watched["drawn"][second][0] == 4
-    executed = [*watched["drawn"][:4], *watched["drawn"][second:]]
+    resumed = next(number for number in range(1, len(turns)) if turns[number] <= turns[number - 1])
+    assert turns[resumed] == 4
+    assert past[-(STEPS - 4)] == 0
+    executed = [*zip(turns, draws, strict=True)]
+    executed = [*executed[:4], *executed[resumed:]]
     assert [at for at, _ in executed] == list(range(STEPS))
     for slot in range(before["dataset_size"]):
         at = [number for number, drawn in executed if slot in drawn]
@@ -151,8 +124,7 @@ def test_a_run_that_lost_steps_goes_on_in_turn_with_empty_buffers(
     with Ledger(place.ledger) as ledger:
         (reserved,) = [read(link.facts["event"]) for link in ledger.history("notes") if link.kind == "reserve"]
     assert before["epsilon"] == accounting.epsilon(reserved, before["delta"], "zero_out")
-    done("audit", place.run)
-    done("card", place.run)
+    place.does("audit", "card")
     assert "0 failed" in done("verify", place.run).out
     report = place.json("export/privacy.json")["audit"]["gradient"]
     assert report["steps"] == STEPS - 1  # the one that failed released nothing
@@ -160,16 +132,11 @@ def test_a_run_that_lost_steps_goes_on_in_turn_with_empty_buffers(
     assert abs(report["noise"] - report["noise_planned"]) < 2 * (high - low)
 
 
-def edited(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 def replanned(path: Path, **changes: Any) -> None:
     """As somebody would who changes the manifest too; the ledger knows nothing of a run that was killed."""
     run = RunDir(path.parent)
-    edited(path, **changes)
-    manifest = json.loads(run.run.read_text())["manifest"]
-    edited(run.run, manifest={**manifest, "plan.json": digest(read_json(run.plan))})
+    edit_json(path, **changes)
+    edit_json(run.run, manifest={**read_json(run.run)["manifest"], "plan.json": digest(read_json(run.plan))})
 
 
 OTHER_GROUPS = "does not hold the groups that the run began with"
@@ -177,10 +144,10 @@ HARMS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("private/groups.json", lambda path: path.unlink(), OTHER_GROUPS),
     ("private/groups.json", lambda path: path.write_text("{}"), OTHER_GROUPS),
     ("private/groups.json", lambda path: path.write_text('{"bands": 4, "key": "ab"}'), OTHER_GROUPS),
-    ("private/groups.json", lambda path: edited(path, key="ab"), OTHER_GROUPS),
-    ("private/groups.json", lambda path: edited(path, slots=5), OTHER_GROUPS),
-    ("private/groups.json", lambda path: edited(path, starts="abc"), OTHER_GROUPS),
-    ("private/groups.json", lambda path: edited(path, key="f" * 70), OTHER_GROUPS),
+    ("private/groups.json", lambda path: edit_json(path, key="ab"), OTHER_GROUPS),
+    ("private/groups.json", lambda path: edit_json(path, slots=5), OTHER_GROUPS),
+    ("private/groups.json", lambda path: edit_json(path, starts="abc"), OTHER_GROUPS),
+    ("private/groups.json", lambda path: edit_json(path, key="f" * 70), OTHER_GROUPS),
     ("plan.json", lambda path: replanned(path, coefficients=[3.0, 0.1, 0.1]), "no strategy"),
     ("plan.json", lambda path: replanned(path, coefficients=[0.0, 0.1, 0.1]), "no strategy"),
 ]
@@ -188,17 +155,12 @@ HARMS: list[tuple[str, Callable[[Path], Any], str]] = [
 
 def test_a_run_whose_groups_are_gone_does_not_go_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.write(RECIPE)
-    fails_in_step(monkeypatch, 3)
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe)
-    answer = dpllm_("train", place.recipe, "--resume", "--privacy.bands", 2)
-    assert (answer.code, "privacy.bands differs" in " ".join(answer.err.split())) == (3, True)
+    train_until(monkeypatch, 3, place.recipe)
+    assert "privacy.bands differs" in refused("train", place.recipe, "--resume", "--privacy.bands", 2, code=3)
     for name, harm, words in HARMS:
         kept = {path: path.read_bytes() for path in (place.run / name, place.run / "run.json")}
         harm(place.run / name)
-        answer = dpllm_("train", place.recipe, "--resume")
-        assert words in " ".join(answer.err.split()), answer.err
-        assert answer.code == (2 if name == "plan.json" else 3)
+        assert words in refused("train", place.recipe, "--resume", code=2 if name == "plan.json" else 3)
         for path, content in kept.items():
             path.write_bytes(content)
     (place.run / "run.json").rename(place.root / "run.json")
@@ -208,18 +170,121 @@ def test_a_run_whose_groups_are_gone_does_not_go_on(place: Place, monkeypatch: p
 
 
 def test_a_seeded_run_is_repeated_and_gives_no_guarantee(place: Place) -> None:
-    weights = []
+    place.write({**RECIPE, "privacy.insecure_seed": 3, "audit.canaries": None})
+    weights = set()
     for _ in range(2):
-        place.write({**RECIPE, "privacy.insecure_seed": 3, "audit.canaries": None})
         done("train", place.recipe, "--overwrite")
-        weights.append((place.run / "export" / "adapter_model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
+        weights.add((place.run / "export" / "adapter_model.safetensors").read_bytes())
+    assert len(weights) == 1
     assert place.json("run.json")["guarantee"]["holds"] is False
 
 
 def test_two_bands_take_back_one_step(place: Place) -> None:
     place.write({**RECIPE, "privacy.bands": 2, "privacy.secure_noise": True})
-    done("train", place.recipe)
+    place.does("train", "card")
     assert place.json("run.json")["guarantee"]["holds"] is True
-    done("card", place.run)
-    assert "x_t = (z_t \u2212 c_1 x_(t\u22121)) / c_0" in (place.run / "export" / "README.md").read_text()
+    assert "x_t = (z_t \u2212 c_1 x_(t\u22121)) / c_0" in place.card
+
+
+# --- under a budget: reserved, charged, given back and refused in rounds of all groups -------------------------------
+
+
+STEPS_OF_BUDGET, ROUNDS, RATE = 8, 3, 3 * 8 / 40
+BANDED = {**NOISE, "train.steps": STEPS_OF_BUDGET, "privacy.fit_budget": True}
+AUDITED = {**TEXTS, "audit.gradient_canaries": 40}
+TERMS = ("--epsilon", 8, "--delta", 1e-3, "--reason", "a test", "--by", "Ada")
+TORCHLESS = """
+import sys
+from dpllm.cli import main
+code = main(["verify", *sys.argv[1:]])
+sys.exit(code or 9 * ("torch" in sys.modules))
+"""
+
+
+def init(place: Place, *arguments: object) -> None:
+    done("ledger", "init", "notes", "--ledger", place.ledger, *TERMS, *arguments)
+
+
+def rounds(sigma: float, count: int, rate: float = RATE) -> dp.DpEvent:
+    return dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(sigma)), count)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Place:
+    """A finished run that takes a whole budget, with a card; read only."""
+    place = make_place(tmp_path_factory.mktemp("whole"), base, BANDED | AUDITED)
+    init(place, "--data", place.train)
+    place.does("train", "audit", "card")
+    return place
+
+
+def test_its_noise_fits_what_the_filter_allows(whole: Place) -> None:
+    plan = whole.json("plan.json")
+    event, sigma = plan["event"], plan["noise_multiplier"]
+    rate, size = event["probability"], plan["dataset_size"]  # with the slots of canaries
+    assert (event["type"], event["bands"], event["count"]) == ("cyclic_poisson", BANDS, STEPS_OF_BUDGET)
+    assert rate == pytest.approx(BANDS * 8 / size)
+    with Ledger(whole.ledger) as book:
+        (run,), budget = book.runs("notes"), book.budget("notes")
+        spent, used = book.spent("notes"), book.used("notes")
+    assert budget is not None
+    assert budget.order is not None
+    assert (run.event.to_json(), run.steps, run.state) == (event, STEPS_OF_BUDGET, "completed")
+    # dp-accounting knows nothing of bands: so many Poisson-sampled Gaussian rounds at the rate of one group.
+    exact = PLDAccountant(dp.NeighboringRelation.REPLACE_SPECIAL, value_discretization_interval=1e-4)
+    assert spent == pytest.approx(exact.compose(rounds(sigma, ROUNDS, rate)).get_epsilon(1e-3), rel=1e-3)
+    filtered = RdpAccountant([budget.order], dp.NeighboringRelation.REPLACE_SPECIAL)
+    stated = filtered.compose(rounds(sigma, ROUNDS, rate)).get_epsilon(1e-3)
+    assert (used, stated) == (pytest.approx(1, abs=2e-3), pytest.approx(budget.epsilon, rel=2e-3))
+    allowed = renyi.allowance(budget.epsilon, budget.delta, budget.order)
+    smaller = replace(run.event, event=Gaussian(sigma - 1e-3))
+    assert renyi.rdp(run.event, budget.order) <= allowed < renyi.rdp(smaller, budget.order)
+
+
+def test_the_next_run_is_refused(whole: Place) -> None:
+    second = ("--privacy.fit_budget", "false", "--output_dir", whole.root / "second")
+    assert "% of epsilon 8 used, and this run would use" in refused("train", whole.recipe, *second, code=3)
+    with Ledger(whole.ledger) as book:
+        assert len(book.runs("notes")) == 1
+        assert book.refusals() == {("notes", "over_budget"): 1}
+
+
+def test_its_card_verifies_where_no_torch_is(whole: Place) -> None:
+    """Also the groups of its gradient canaries, which are found again from a secret."""
+    answer = python(TORCHLESS, whole.run, "--ledger", whole.ledger)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "0 failed" in answer.stdout
+    block = whole.json("export/privacy.json")
+    assert (block["guarantee"], block["plan"]["mechanism"]) == (True, "dp-bandmf")
+    assert block["audit"]["gradient"]["steps"] == STEPS_OF_BUDGET
+
+
+def test_an_early_stop_counts_the_rounds_that_were_begun(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five of eight steps are two rounds of three groups: once it is reconciled, the third round is free again."""
+    place.write(BANDED)
+    init(place)
+    train_until(monkeypatch, 5, place.recipe)
+    sigma = place.json("plan.json")["noise_multiplier"]
+
+    def left() -> tuple[float, float]:
+        """Of the filter, in rounds; and how many are spent."""
+        with Ledger(place.ledger) as book:
+            account = book.account("notes")
+        assert account.budget is not None
+        assert account.budget.order is not None
+        order = account.budget.order
+        one_round = RdpAccountant([order], dp.NeighboringRelation.REPLACE_SPECIAL).compose(rounds(sigma, 1))
+        cost = float(one_round._rdp[0])
+        return admission.filter_allowance(account.budget) / cost, admission.filter_spent(account, order) / cost
+
+    assert left() == pytest.approx((ROUNDS, ROUNDS), rel=2e-3)
+    ask = ("--output_dir", place.root / "next", "--privacy.noise_multiplier", sigma)
+    message = refused("train", place.recipe, *ask, "--train.steps", 3, code=3)
+    assert "and this run would use" in message  # an interrupted run stays charged in full
+    (entry,) = [run.reservation.entry for run in place.runs()]
+    done("ledger", "reconcile", entry, "--ledger", place.ledger, *TERMS[4:])
+    assert left()[1] == pytest.approx(2, rel=1e-6)
+    message = refused("train", place.recipe, *ask, "--train.steps", 4, code=3)
+    assert "and this run would use" in message  # of four steps, the last begins a round of its own
+    done("train", place.recipe, *ask, "--train.steps", 3)
+    assert left()[1] == pytest.approx(3, rel=1e-6)

@@ -10,23 +10,25 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import running
 import tiny
-from running import Answer, Place, contents, done, dpllm_, fails_in_step, make_place, rows
+from running import Answer, Place, contents, done, dpllm_, make_place, refused, rows
 
 from dpllm.comparison import choose
 from dpllm.comparison.choose import Draws
+from dpllm.errors import Refused
 from dpllm.ledger import Ledger
 from dpllm.privacy import selection
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.events import PureDP, RepeatAndSelect
-from dpllm.recipe.config import RunConfig
 from dpllm.run import loop
 
 RATES = "train.learning_rate: [0.0001, 0.01]"
-INTERRUPTED, USAGE, REFUSED, DAMAGED = 1, 2, 3, 4
+INTERRUPTED, USAGE, REFUSED = 1, 2, 3
 SETTINGS: dict[str, Any] = {"data.eval_public": True, "audit.gradient_canaries": 8}
 
 
@@ -44,13 +46,18 @@ def chosen(place: Place, *more: object, over: str = RATES, mean: object = 3) -> 
     return dpllm_("sweep", place.recipe, "--choose", "--mean-runs", mean, "--over", over, *more)
 
 
+def succeeds(place: Place, *more: object) -> Answer:
+    answer = chosen(place, *more)
+    assert answer.code == 0, answer.err
+    return answer
+
+
 @pytest.fixture
 def draws(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Decides which settings are drawn, in place of chance."""
 
     def settings(*numbers: int) -> None:
-        fixed = Draws(list(numbers), list(range(len(numbers))), [])
-        monkeypatch.setattr(Draws, "drawn", classmethod(lambda cls, *of: fixed))
+        monkeypatch.setattr(Draws, "drawn", lambda *of: Draws(list(numbers), list(range(len(numbers))), []))
 
     return settings
 
@@ -60,11 +67,8 @@ def released(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Pa
     """The best of three runs, of which the second has the better setting."""
     place = place_of(tmp_path_factory.mktemp("chosen") / "place", base)
     with pytest.MonkeyPatch.context() as patch:
-        fixed = Draws([0, 1, 0], [5, 6, 7], [])
-        patch.setattr(Draws, "drawn", classmethod(lambda cls, *of: fixed))
-        answer = chosen(place)
-    assert answer.code == 0, answer.err
-    return place, answer
+        patch.setattr(Draws, "drawn", lambda *of: Draws([0, 1, 0], [5, 6, 7], []))
+        return place, succeeds(place)
 
 
 def test_the_best_run_is_released_with_the_epsilon_of_the_choice(released: tuple[Place, Answer]) -> None:
@@ -74,12 +78,11 @@ def test_the_best_run_is_released_with_the_epsilon_of_the_choice(released: tuple
     assert plan["event"]["type"] == "repeat_and_select"
     assert 7.9 < plan["epsilon"] <= 8.0
     assert record["metrics"]["public"]["eval_loss_after"] < record["metrics"]["public"]["eval_loss_before"]
-    done("audit", place.run)
-    done("card", place.run)
+    place.does("audit", "card")
     assert "0 failed" in done("verify", place.run).out
-    audit = json.loads((place.run / "export" / "audit" / "audit.json").read_text("utf-8"))
+    audit = place.json("export/audit/audit.json")
     assert audit["claim"]["epsilon"] == plan["epsilon"]
-    assert "this choice is counted in" in (place.run / "export" / "README.md").read_text("utf-8")
+    assert "this choice is counted in" in place.card
 
 
 def test_nothing_says_how_many_runs_there_were(
@@ -88,9 +91,7 @@ def test_nothing_says_how_many_runs_there_were(
     place, answer = released
     other = place_of(tmp_path / "place", base)
     draws(1)  # one run alone
-    single = chosen(other)
-    assert single.code == 0, single.err
-    both = ((place, answer), (other, single))
+    both = ((place, answer), (other, succeeds(other)))
     for chosen_place, text in both:
         record = chosen_place.json("run.json")
         assert record["started_at"].endswith("T00:00:00+00:00")
@@ -119,30 +120,22 @@ def test_an_interrupted_choice_goes_on_with_the_same_runs(
 ) -> None:
     draws(0, 1, 0)
     with monkeypatch.context() as patch:
-        begun = fails_in_step(patch, 6)  # the second one of the second run
+        begun = running.fails_in_step(patch, 6)  # the second one of the second run
         with pytest.raises(RuntimeError):
             chosen(place)
-    first = json.loads((place.run / "private" / "choice" / "draws.json").read_text("utf-8"))
+    first = place.json("private/choice/draws.json")
     assert len(first["scores"]) == 1
     assert chosen(place).code == USAGE  # it is not begun anew
     assert chosen(place, "--resume", mean=4).code == USAGE  # nor with another number
     draws(1)  # were it drawn again, one run alone
     with monkeypatch.context() as patch:
-        trained, train = list[str](), loop.train
-
-        def noted(config: RunConfig, *more: Any, **named: Any) -> Any:
-            trained.append(Path(config.output_dir).name)
-            return train(config, *more, **named)
-
-        patch.setattr(loop, "train", noted)
-        answer = chosen(place, "--resume")
-    assert answer.code == 0, answer.err
+        trained = running.calls(patch, loop, "train", lambda config, *_, **__: Path(config.output_dir).name)
+        succeeds(place, "--resume")
     # The run that the crash ended had taken a step and had no checkpoint: it is not made again.
     assert trained == ["2"]
     assert len(begun) == 6
     assert place.json("run.json")["status"] == "completed"
-    with Ledger(place.ledger) as book:
-        assert len(book.account("notes").runs) == 1
+    assert len(place.runs()) == 1
 
 
 @pytest.mark.parametrize("killed_in", ["move", "tidy"])
@@ -173,8 +166,7 @@ def test_a_choice_that_is_killed_at_its_end_goes_on_without_another_draw(
     draws(0, 0)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train", None)
-        answer = chosen(place, "--resume")
-    assert answer.code == 0, answer.err
+        succeeds(place, "--resume")
     assert (place.run / "export" / "adapter_model.safetensors").read_bytes() == weights
     assert not (place.run / "private" / "choice").exists()
     assert "0 failed" in done("verify", place.run).out
@@ -185,37 +177,24 @@ def test_a_run_that_is_killed_before_its_first_step_begins_anew_with_the_canarie
 ) -> None:
     draws(1)
 
-    class Killed:
-        def __init__(self, *arguments: Any, **more: Any) -> None:
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "Recorder", Killed)
+        patch.setattr(loop, "Recorder", Mock(side_effect=KeyboardInterrupt))
         assert chosen(place).code == INTERRUPTED
     folder = place.run / "private" / "choice"
     assert (folder / "runs" / "0" / "config.yaml").exists()  # and canaries beside it, from which a run begins anew
     planted = json.loads((folder / "canaries.json").read_text("utf-8"))
-    assert chosen(place, "--resume").code == 0
-    assert json.loads((place.run / "private" / "canaries.json").read_text("utf-8")) == planted
+    succeeds(place, "--resume")
+    assert place.json("private/canaries.json") == planted
 
 
 def test_a_run_that_diverges_has_the_worst_score(
     place: Place, monkeypatch: pytest.MonkeyPatch, draws: Callable[..., None]
 ) -> None:
     draws(0, 1)
-    check, checks = loop.build.loading.check_finite, list[int]()
-
-    def diverges_first(*arguments: Any) -> None:
-        from dpllm.errors import Refused
-
-        checks.append(1)
-        if len(checks) == 1:
-            raise Refused("not finite")
-        check(*arguments)
-
+    diverges_first = Mock(side_effect=[Refused("not finite"), None])
     monkeypatch.setattr("dpllm.run.record.loading.check_finite", diverges_first)
-    assert chosen(place).code == 0
-    assert len(checks) == 2
+    succeeds(place)
+    assert diverges_first.call_count == 2
     assert "learning_rate: 0.01" in (place.run / "config.yaml").read_text("utf-8")
 
 
@@ -226,8 +205,7 @@ def test_where_every_run_diverges_nothing_is_released(
     monkeypatch.setattr(choose, "_score", lambda *of: None)
     assert chosen(place).code == 1
     assert not (place.run / "run.json").exists()
-    with Ledger(place.ledger) as book:
-        assert (book.account("notes").runs[0].state) == "completed"  # and stays spent
+    assert [run.state for run in place.runs()] == ["completed"]  # and stays spent
 
 
 def test_equal_scores_are_ordered_by_secret_numbers() -> None:
@@ -268,43 +246,35 @@ def test_what_the_best_run_says_is_as_likely_without_one_unit_as_the_epsilon_all
     assert low[1] > 3 * math.exp(limit) * low[0]
 
 
+WRONG_LISTS = (
+    *("train.learning_rate: [0.1]", "train.learning_rate: [0.1, 0.1]", "train.learning_rate: 0.1"),
+    *("train.learning_rate: [0.1, 0.2", "train.no_such_key: [1, 2]", f"{RATES}; {RATES}", ""),
+    *("data.train: [a.jsonl, b.jsonl]", "data.max_length: [32, 64]"),  # of different data
+    *("privacy.epsilon: [1, 2]", "privacy.noise_multiplier: [1, 2]", "audit.gradient_canaries: [0, 8]"),
+    *("train.beta: [0.1, 0.2]", f"train.steps: {list(range(1, 30))}"),
+)
+WRONG_RECIPES: tuple[dict[str, Any], ...] = (
+    {"data.eval_public": False},  # a private score, without noise
+    *({"data.eval": None}, {"privacy.enabled": False}, {"privacy.noise_multiplier": 1.0}, {"privacy.fit_budget": True}),
+    *({"privacy.insecure_seed": 1}, {"telemetry.private_metrics": True}),
+)
+
+
 @pytest.mark.parametrize(
     ("over", "mean", "changes"),
     [
-        (RATES, 1, {}),
-        (RATES, "nan", {}),
-        (RATES, 1e9, {}),
-        ("train.learning_rate: [0.1]", 3, {}),  # one setting
-        ("train.learning_rate: [0.1, 0.1]", 3, {}),
-        ("train.learning_rate: 0.1", 3, {}),
-        ("train.learning_rate: [0.1, 0.2", 3, {}),
-        ("data.train: [a.jsonl, b.jsonl]", 3, {}),  # of different data
-        ("data.max_length: [32, 64]", 3, {}),
-        ("privacy.epsilon: [1, 2]", 3, {}),
-        ("privacy.noise_multiplier: [1, 2]", 3, {}),
-        ("audit.gradient_canaries: [0, 8]", 3, {}),
-        ("train.beta: [0.1, 0.2]", 3, {}),
-        ("train.no_such_key: [1, 2]", 3, {}),
-        (f"{RATES}; {RATES}", 3, {}),
-        ("", 3, {}),
-        ("train.steps: [" + ",".join(map(str, range(1, 30))) + "]", 3, {}),
-        (RATES, 3, {"data.eval_public": False}),  # a private score, without noise
-        (RATES, 3, {"data.eval": None}),
-        (RATES, 3, {"privacy.enabled": False}),
-        (RATES, 3, {"privacy.noise_multiplier": 1.0}),
-        (RATES, 3, {"privacy.fit_budget": True}),
-        (RATES, 3, {"privacy.insecure_seed": 1}),
-        (RATES, 3, {"telemetry.private_metrics": True}),
+        *((RATES, mean, {}) for mean in (1, "nan", 1e9)),
+        *((over, 3, {}) for over in WRONG_LISTS),
+        *((RATES, 3, changes) for changes in WRONG_RECIPES),
     ],
+    ids=str,
 )
 def test_what_no_choice_can_be_made_of_is_refused_before_anything_is_written(
     tmp_path: Path, base: Path, over: str, mean: object, changes: dict[str, Any]
 ) -> None:
     place = place_of(tmp_path / "place", base, **changes)
     before = contents(tmp_path)
-    answer = chosen(place, over=over, mean=mean)
-    assert answer.code == USAGE, answer.err
-    assert answer.err.startswith("dpllm sweep: ")
+    refused("sweep", place.recipe, "--choose", "--mean-runs", mean, "--over", over)
     assert contents(tmp_path) == before
 
 
@@ -320,7 +290,7 @@ def test_a_budget_for_one_run_alone_does_not_hold_a_choice(place: Place) -> None
     answer = chosen(place)
     assert answer.code == REFUSED, answer.err
     assert not list(place.run.rglob("draws.json"))
-    assert chosen(place, "--privacy.epsilon", 3).code == 0  # in the same directory, of which nothing was left
+    succeeds(place, "--privacy.epsilon", 3)  # in the same directory, of which nothing was left
     with Ledger(place.ledger) as book:
         assert 0 < (book.used("notes") or 0) <= 1
 
@@ -336,21 +306,10 @@ def test_plan_says_what_each_run_may_cost_and_how_often_one_is_alone(place: Plac
 
 def test_a_statement_of_a_choice_is_recomputed(released: tuple[Place, Answer], tmp_path: Path) -> None:
     place, _ = released
-    good = json.loads((place.run / "export" / "privacy.json").read_text("utf-8"))
+    good = place.json("export/privacy.json")
     event = good["plan"]["event"]
-    for changed in (
-        {**event, "mean": 2.0},
-        {**event, "distribution": "geometric"},
-        {**event, "events": event["events"][:1]},
-        event["events"][1],
-    ):
-        export = tmp_path / "export"
-        for name, content in contents(place.run / "export").items():
-            _write(export / name, content)
-        _write(export / "privacy.json", json.dumps({**good, "plan": {**good["plan"], "event": changed}}).encode())
-        assert dpllm_("verify", export).code == DAMAGED
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
+    export = Path(shutil.copytree(place.run / "export", tmp_path / "export"))
+    others = ({**event, "mean": 2.0}, {**event, "distribution": "geometric"}, {**event, "events": event["events"][:1]})
+    for changed in (*others, event["events"][1]):
+        running.edit_json(export / "privacy.json", plan={**good["plan"], "event": changed})
+        running.unverified(export)

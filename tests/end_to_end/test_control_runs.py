@@ -1,14 +1,16 @@
-"""A run whose texts stand behind control codes, from describe to card: it stops, goes on, is evaluated, audited and asked."""
+"""Runs on data with released statistics: control codes from describe to card, and one ledger and one card for both."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from running import Place, done, dpllm_, fails_in_step, make_place, rows
+from published import carry, failing, read
+from running import CANARIES, Place, done, make_place, refused, rows, train_until
 
 from dpllm.recipe.config import load_config
 from dpllm.text import data, layouts
@@ -30,32 +32,23 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Pat
     """Described, and trained until its third step failed."""
     place = make_place(tmp_path_factory.mktemp("coded"), base)
     tiny.write_rows(place.train, coded(40, 0))
-    place.write(
-        {
-            "data.control": CODES,
-            "data.eval": str(tiny.write_rows(place.root / "data" / "eval.jsonl", coded(8, 500))),
-            "train.checkpoint_every": 1,
-            "audit.canaries": {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12},
-        }
-    )
+    held_out = tiny.write_rows(place.root / "data" / "eval.jsonl", coded(8, 500))
+    changes = {"data.control": CODES, "data.eval": str(held_out), "audit.canaries": CANARIES}
+    place.write({**changes, "train.checkpoint_every": 1})
     released = place.root / "describe.json"
     done("describe", place.recipe, "--epsilon", 4, "--shares", SHARES, "--output", released)
     with pytest.MonkeyPatch.context() as patch:
-        fails_in_step(patch, 3)
-        with pytest.raises(RuntimeError):
-            dpllm_("train", place.recipe)
+        train_until(patch, 3, place.recipe)
     return place
 
 
 @pytest.fixture(scope="module")
 def finished(stopped: Place) -> Place:
     """The same run, with other codes or data refused first."""
-    answer = dpllm_("train", stopped.recipe, "--resume", "--data.control", "[visit]")
-    assert (answer.code, "data.control differs" in answer.err) == (3, True), answer.err
+    assert "data.control differs" in refused("train", stopped.recipe, "--resume", "--data.control", "[visit]", code=3)
     held = stopped.train.read_bytes()
     stopped.train.write_bytes(held.replace(b'"home"', b'"away"', 1))
-    answer = dpllm_("train", stopped.recipe, "--resume")
-    assert (answer.code, "holds other units" in answer.err) == (3, True), answer.err
+    assert "holds other units" in refused("train", stopped.recipe, "--resume", code=3)
     stopped.train.write_bytes(held)
     done("train", stopped.recipe, "--resume")
     return stopped
@@ -84,8 +77,63 @@ def test_the_run_is_audited_published_and_verified(finished: Place) -> None:
     assert not verification.failed, [check for check in verification.checks if check.status == "failed"]
     saved = load_config(finished.run / "config.yaml").data
     assert (saved.control, saved.format) == (CODES, "text")
-    assert "shares of visit;age" in (finished.run / "export" / "README.md").read_text("utf-8")
+    assert "shares of visit;age" in finished.card
 
 
 def test_the_tuned_model_is_asked_by_a_line(finished: Place) -> None:
     done("generate", finished.run, "--prompt", layouts.code_line(CODES, ["home", "old"]), "--max-new-tokens", 4)
+
+
+# --- statistics and a run on the same data ---------------------------------------------------------------------------
+
+
+ASKED = ("--epsilon", 0.5, "--units", "--shares", "text=a,b", "--lengths", "4,8,16,32", "--at", ".5,.9")
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Place:
+    """Described, trained, and with a card that shows both; read only."""
+    place = make_place(tmp_path_factory.mktemp("described"), base)
+    done("describe", place.recipe, *ASKED, "--output", place.root / "describe.json")
+    done("train", place.recipe)
+    done("card", place.run, "--describe", place.root / "describe.json")
+    return place
+
+
+@pytest.fixture
+def export(shown: Place, tmp_path: Path) -> Path:
+    """A copy of its export, to be changed."""
+    return Path(shutil.copytree(shown.run / "export", tmp_path / "export"))
+
+
+def test_the_card_of_a_described_run_verifies(shown: Place) -> None:
+    verification = verify(shown.run)
+    assert not verification.failed, [check for check in verification.checks if check.status == "failed"]
+    names = {check.name for check in verification.checks if check.status == "verified"}
+    assert {"statistics", "ledger: statistics", "ledger", "run"} <= names
+    block = read(shown.run / "export")
+    parts = block["statistics"]
+    assert len(parts["releases"]) == 4
+    assert block["composed"]["spent_epsilon"] > block["plan"]["epsilon"], "the ledger holds both"
+    assert block["composed"]["spent_epsilon"] == pytest.approx(parts["with_run"], rel=1e-6)
+
+
+def changed(block: Any, **release: Any) -> Any:
+    first, *rest = block["statistics"]["releases"]
+    return {**block, "statistics": {**block["statistics"], "releases": [{**first, **release}, *rest]}}
+
+
+@pytest.mark.parametrize("forged", ["entry", "value"])
+def test_what_is_forged_consistently_is_seen_by_ledger_or_run(shown: Place, tmp_path: Path, forged: str) -> None:
+    value = read(shown.run / "export")["statistics"]["releases"][0]["value"]
+    release: Any = {"entry": "0" * 16} if forged == "entry" else {"value": {"units": value["units"] + 1}}
+    run = Path(shutil.copytree(shown.run, tmp_path / "forged"))
+    carry(run / "export", changed(read(run / "export"), **release))
+    assert failing(run) == ({"run", "ledger"} if forged == "entry" else {"run"})
+
+
+def test_an_entry_counts_once(export: Path, shown: Place) -> None:
+    block = read(export)
+    second = block["statistics"]["releases"][1]["entry"]
+    carry(export, changed(block, entry=second))
+    assert failing(export, ledger=str(shown.ledger)) == {"ledger"}

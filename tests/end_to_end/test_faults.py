@@ -12,7 +12,7 @@ from typing import Any
 import faults
 import pytest
 from programs import run_program
-from running import Json, Place, done, dpllm_, fails_in_step
+from running import Json, Place, done, dpllm_, refused, train_until
 
 from dpllm.ledger import Ledger
 from dpllm.privacy import accounting, events
@@ -36,9 +36,6 @@ def epsilon_of(place: Place, count: int) -> float:
     )
 
 
-# --- random moments --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.full)])
 def test_runs_killed_at_random_moments_are_covered_by_the_ledger(
     kills: int, tmp_path: Path, base: Path, seed: int
@@ -48,8 +45,8 @@ def test_runs_killed_at_random_moments_are_covered_by_the_ledger(
     killed_as_often_as_asked_and_in_every_phase(attempts, kills)
     in_the_exact_case_one_step_is_charged_and_not_noised(attempts, places[0])
     for place in places:
-        mine = [attempt for attempt in attempts if attempt["run"] == place.root.name]
-        the_ledger_has_every_noised_step_and_at_most_one_more_for_each_kill(mine, place)
+        attempts_of_run = [attempt for attempt in attempts if attempt["run"] == place.root.name]
+        the_ledger_has_every_noised_step_and_at_most_one_more_for_each_kill(attempts_of_run, place)
         the_run_is_complete_and_its_epsilon_covers_what_was_noised(place)
         the_adapter_loads_and_nothing_half_written_is_left(place)
 
@@ -112,8 +109,7 @@ def the_adapter_loads_and_nothing_half_written_is_left(place: Place) -> None:
     assert all(bool(value.isfinite().all()) for value in model.state_dict().values())
     run = RunDir(place.run)
     if run.checkpoints():  # killed between run.json and their removal: whoever types --resume is told, and they go
-        answer = dpllm_("train", place.recipe, "--resume")
-        assert (answer.code, "the run is complete" in answer.err) == (2, True)
+        assert "the run is complete" in refused("train", place.recipe, "--resume")
     assert not run.checkpoints()
     assert not list(run.root.glob(".export.*"))
 
@@ -132,13 +128,9 @@ def test_a_run_killed_before_it_removes_its_checkpoints_is_complete_and_loses_th
     dpllm_("train", place.recipe)
     monkeypatch.undo()
     assert (place.json("run.json")["status"], len(run.checkpoints())) == ("completed", 2)
-    answer = dpllm_("train", place.recipe, "--resume")
-    assert answer.code == 2
-    assert "the run is complete" in answer.err
+    assert "the run is complete" in refused("train", place.recipe, "--resume")
     assert not run.checkpoints()
 
-
-# --- two resumes of one checkpoint -----------------------------------------------------------------------------------
 
 TOTAL = 8
 
@@ -171,15 +163,11 @@ def test_resuming_one_checkpoint_twice_never_takes_more_steps_than_are_charged(
     place: Place, monkeypatch: pytest.MonkeyPatch, updates: list[int]
 ) -> None:
     place.write({"train.steps": TOTAL, "train.checkpoint_every": 1})
-    fails_in_step(monkeypatch, 4)
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe)
+    train_until(monkeypatch, 4, place.recipe)
     (_, second), (third_run, third) = twin(place, "second"), twin(place, "third")
     assert (len(updates), list(reservations(place).values())) == (3, [4])  # the step that failed stays charged
 
-    fails_in_step(monkeypatch, 2)  # step 5, and step 6 fails
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe, "--resume")
+    train_until(monkeypatch, 2, place.recipe, "--resume")  # step 5, and step 6 fails
     assert (len(updates), list(reservations(place).values())) == (4, [6])
 
     done("train", second, "--resume")  # from the checkpoint of step 3: only steps 7 and 8 are left
@@ -190,9 +178,6 @@ def test_resuming_one_checkpoint_twice_never_takes_more_steps_than_are_charged(
     assert (len(updates), list(reservations(place).values())) == (6, [TOTAL])
     record = json.loads((third_run / "run.json").read_text())
     assert record["status"] != "completed" or any("5 charged steps were lost" in note for note in record["deviations"])
-
-
-# --- a ledger from elsewhere ----------------------------------------------------------------------------------------
 
 
 def test_a_ledger_that_was_replaced_by_an_older_copy_is_refused(
@@ -211,14 +196,10 @@ def test_a_ledger_that_was_replaced_by_an_older_copy_is_refused(
         save(*arguments)
 
     monkeypatch.setattr(checkpoint, "save_resume", copying)
-    fails_in_step(monkeypatch, 5)
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe)
+    train_until(monkeypatch, 5, place.recipe)
     for content in (older.read_bytes(), b""):
         for path in place.root.glob("ledger.sqlite*"):
             path.unlink()
         place.ledger.write_bytes(content)
-        answer = dpllm_("train", place.recipe, "--resume")
-        assert answer.code == 3, answer.err
-        assert "replaced by an older copy" in " ".join(answer.err.split())
+        assert "replaced by an older copy" in refused("train", place.recipe, "--resume", code=3)
         assert len(updates) == 4

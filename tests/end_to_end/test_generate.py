@@ -1,4 +1,4 @@
-"""``dpllm generate``: what it prints, from what, and what it says about privacy."""
+"""Texts of a model: what dpllm generate prints, from what, and what it says about privacy; and samples during training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from running import Place, contents, done, dpllm_, edit_recipe
+from peft import PeftModel
+from running import Answer, Place, contents, done, dpllm_, edit_json, edit_recipe, make_place, refused
+from safetensors.torch import load_file
 
 from dpllm.errors import ConfigError, DataError
 from dpllm.publish import generate
@@ -53,15 +55,11 @@ def test_run_export_and_merged_model_write_the_same(finished: Place, merged: Pat
     wanted = texts(finished.run, *arguments)
     assert texts(merged, *arguments) == wanted
     assert texts(finished.run / "export", *arguments, "--base", finished.base) == wanted
-    answer = dpllm_("generate", finished.run / "export", *arguments, *FEW)
-    assert answer.code == 2
-    assert "--base" in answer.err
+    assert "--base" in refused("generate", finished.run / "export", *arguments, *FEW)
 
 
 def test_the_adapter_is_what_writes(finished: Place) -> None:
     """Greedy text by hand, from base and adapter."""
-    from peft import PeftModel
-
     tokenizer = transformers.AutoTokenizer.from_pretrained(finished.base)
     base = transformers.AutoModelForCausalLM.from_pretrained(finished.base)
     tuned = PeftModel.from_pretrained(base, str(finished.run / "export")).eval()
@@ -87,12 +85,12 @@ def test_prompts_of_a_file_are_continued_in_order(finished: Place, tmp_path: Pat
 
 def test_many_prompts_at_a_time_give_the_texts_of_each_alone(finished: Place) -> None:
     loaded = generate.load(finished.run)
-    asked = ["Anna", "Anna bought seven plums at the old market", "Who came to the blue house?", "A"]
+    questions = ["Anna", "Anna bought seven plums at the old market", "Who came to the blue house?", "A"]
     settings = {"temperature": 0.0, "max_new_tokens": 12}
-    together = generate.sample(loaded, asked, 2, **settings)
-    alone = [generate.sample(loaded, [prompt], 1, **settings)[0].text for prompt in asked]
+    together = generate.sample(loaded, questions, 2, **settings)
+    alone = [generate.sample(loaded, [prompt], 1, **settings)[0].text for prompt in questions]
     assert [item.text for item in together] == [text for text in alone for _ in range(2)]
-    assert [item.prompt for item in together] == [prompt for prompt in asked for _ in range(2)]
+    assert [item.prompt for item in together] == [prompt for prompt in questions for _ in range(2)]
     assert len(set(alone)) > 1
 
 
@@ -108,23 +106,20 @@ def test_a_chat_model_gets_its_template(finished: Place, talker: Path) -> None:
 
 
 def test_what_it_says_about_privacy(finished: Place, baseline: Place, merged: Path, tmp_path: Path) -> None:
-    for place in (finished.run, merged):
+    stranger, run = (Path(shutil.copytree(path, tmp_path / path.name)) for path in (merged, finished.run))
+    (stranger / "privacy.json").unlink()
+    edit_json(run / "export" / "privacy.json", guarantee=False, reason="x y")
+    for place, *words in (
+        (finished.run, "post-processing", "prompt is not covered"),
+        (merged, "post-processing", "prompt is not covered"),
+        (baseline.run, "no differential privacy guarantee", "may repeat training text"),
+        (stranger, "no privacy statement lies beside it"),
+        (run, "guarantee (x y)"),
+    ):
         errors = done("generate", place, *FEW).err
         assert errors.count("\n") == 1
-        assert "post-processing" in errors
-        assert "prompt is not covered" in errors
-    errors = done("generate", baseline.run, *FEW).err
-    assert errors.count("\n") == 1
-    assert "no differential privacy guarantee" in errors
-    assert "may repeat training text" in errors
-    assert "post-processing" not in errors
-    shutil.copytree(merged, tmp_path / "stranger")
-    (tmp_path / "stranger" / "privacy.json").unlink()
-    assert "no privacy statement lies beside it" in done("generate", tmp_path / "stranger", *FEW).err
-    shutil.copytree(finished.run, tmp_path / "run")
-    block = tmp_path / "run" / "export" / "privacy.json"
-    block.write_text(json.dumps({**json.loads(block.read_text()), "guarantee": False, "reason": "x y"}))
-    assert "guarantee (x y)" in done("generate", tmp_path / "run", *FEW).err
+        assert all(word in errors for word in words)
+        assert ("post-processing" in errors) is ("post-processing" in words)
 
 
 def test_control_characters_do_not_reach_a_terminal(finished: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +130,7 @@ def test_control_characters_do_not_reach_a_terminal(finished: Place, monkeypatch
 def test_a_model_brings_no_settings_of_its_own(merged: Path, tmp_path: Path) -> None:
     shutil.copytree(merged, tmp_path / "model")
     own = {"temperature": 1e-3, "top_k": 1, "repetition_penalty": 9.0, "do_sample": True, "min_p": 0.99}
-    own["suppress_tokens"] = list(range(3, 300))
-    path = tmp_path / "model" / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
+    edit_json(tmp_path / "model" / "generation_config.json", **own, suppress_tokens=list(range(3, 300)))
     assert texts(tmp_path / "model", "--seed", 5) == texts(merged, "--seed", 5)
 
 
@@ -155,7 +148,7 @@ def test_an_end_token_ends_a_text(finished: Place) -> None:
     ("arguments", "message"),
     [
         *(((f"--{key}", "0"), "are out of range") for key in ("num", "max-new-tokens", "top-p")),
-        *((("--temperature", value), "are out of range") for value in ("-1", "nan")),
+        (("--temperature", "nan"), "are out of range"),
         (("--seed", "99999999999999999999"), "out of torch"),
         (("--prompt", "a\udc80b"), "half of a character"),
         (("--top-p", "1.5"), "are out of range"),
@@ -164,29 +157,26 @@ def test_an_end_token_ends_a_text(finished: Place) -> None:
     ],
 )
 def test_mistakes_are_one_line_each(finished: Place, arguments: tuple[str, ...], message: str) -> None:
-    answer = dpllm_("generate", finished.run, *arguments)
+    answer = dpllm_("generate", finished.run, *arguments)  # what it says about privacy stands before the message
     assert answer.code == 2
     assert message in answer.err
     assert answer.err.splitlines()[-1].startswith("dpllm generate: ")
     assert not answer.out
 
 
-@pytest.mark.parametrize("line", ["{", "3", "[1]", '{"text": "SECRET"}', '{"prompt": 3}', "null"])
-def test_a_file_of_prompts_is_quoted_by_line_only(tmp_path: Path, line: str) -> None:
+def test_a_file_of_prompts_is_quoted_by_line_only_and_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text(f'"SECRET"\n{line}\n')
-    with pytest.raises(DataError, match="line 2 holds no prompt") as refused:
-        prompts.read_prompts(path)
-    assert "SECRET" not in str(refused.value)
+    for line in ("{", "3", "[1]", '{"text": "SECRET"}', '{"prompt": 3}', "null"):
+        path.write_text(f'"SECRET"\n{line}\n')
+        with pytest.raises(DataError, match="line 2 holds no prompt") as refused:
+            prompts.read_prompts(path)
+        assert "SECRET" not in str(refused.value)
     path.write_text("\n")
     with pytest.raises(DataError, match="holds no prompts"):
         prompts.read_prompts(path)
-
-
-@pytest.mark.parametrize("text", ['"a\u2028b"\n', '\ufeff"a\u2028b"\r\n', '\n{"prompt": "a\u2028b"}'])
-def test_only_a_line_feed_ends_a_line_of_prompts(tmp_path: Path, text: str) -> None:
-    (tmp_path / "prompts.jsonl").write_bytes(text.encode())
-    assert prompts.read_prompts(tmp_path / "prompts.jsonl") == ["a\u2028b"]
+    for text in ('"a\u2028b"\n', '\ufeff"a\u2028b"\r\n', '\n{"prompt": "a\u2028b"}'):
+        path.write_bytes(text.encode())
+        assert prompts.read_prompts(path) == ["a\u2028b"]
 
 
 def test_without_weights_there_is_nothing_to_sample(tmp_path: Path, finished: Place) -> None:
@@ -211,3 +201,60 @@ def test_a_model_without_a_first_token_needs_a_prompt(finished: Place) -> None:
     loaded.tokenizer.bos_token = loaded.tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="cannot start without a prompt"):
         generate.sample(loaded, None, 1)
+
+
+# --- samples during training change nothing of it, and are shown where the weights may leave -------------------------
+
+
+PROMPTS = {"train.sample_prompts": ["Anna bought", "On day"], "train.sample_every": 2}
+SEED = {"privacy.insecure_seed": 5}
+PUBLIC = {**SEED, "privacy.enabled": False, "data.public": True, "adapter.dropout": 0.5}
+
+
+def trained(root: Path, base: Path, changes: dict[str, Any], *flags: str) -> tuple[Place, Answer]:
+    place = make_place(root, base, changes)
+    return place, done("train", place.recipe, *flags)
+
+
+def written(place: Place) -> list[dict[str, Any]]:
+    return [line for line in place.lines("private/metrics.jsonl") if "samples" in line]
+
+
+@pytest.mark.parametrize("kind", [SEED, PUBLIC], ids=["private", "dropout"])
+def test_weights_have_the_same_bits_with_and_without_samples(tmp_path: Path, base: Path, kind: dict[str, Any]) -> None:
+    """Neither noise nor the sampler nor dropout's masks notice; nor does the record of what trained."""
+    plain, _ = trained(tmp_path / "plain", base, kind)
+    sampled, _ = trained(tmp_path / "sampled", base, {**kind, **PROMPTS})
+    weights = [load_file(place.run / "export" / "adapter_model.safetensors") for place in (plain, sampled)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all((weights[0][name] == tensor).all() for name, tensor in weights[1].items())
+    assert [line["step"] for line in written(sampled)] == [2, 4]
+    recipes = [place.json("run.json")["manifest"]["config.yaml"] for place in (plain, sampled)]
+    assert recipes[0] == recipes[1]
+
+
+def test_they_are_released_with_the_weights(tmp_path: Path, base: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Anna bought\nOn day\n")
+    place, answer = trained(tmp_path / "released", base, {"train.sample_prompts": str(prompts)})
+    ((last,),) = [written(place)]
+    assert last["step"] == 4
+    assert [item["prompt"] for item in last["samples"]] == ["Anna bought", "On day"]
+    assert answer.out.count("Sample of step 4: ") == 2
+    assert "Sample of step 4: Anna bought -> " in answer.out
+
+
+def test_without_a_guarantee_they_stay_private(tmp_path: Path, base: Path) -> None:
+    place, answer = trained(tmp_path / "seeded", base, {**SEED, **PROMPTS, "telemetry.private_metrics": True})
+    assert len(written(place)) == 2
+    assert not any(words in answer.out for words in ("Sample of step 2, which", "Anna bought"))
+    assert "Samples of step 2, which no guarantee covers" in " ".join(answer.out.split())
+
+
+def test_the_summary_as_json_is_all_of_standard_output(tmp_path: Path, base: Path) -> None:
+    place, answer = trained(tmp_path / "json", base, {}, "--json")
+    record = json.loads(answer.out)
+    assert (record["status"], record["steps_taken"]) == ("completed", 4)
+    assert record["epsilon"] == place.json("plan.json")["epsilon"]
+    assert record["next"] == [f"dpllm card {place.run}"]
+    assert "Self-check" in answer.err

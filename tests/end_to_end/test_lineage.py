@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from ledger_stores import adopt
-from published import changed
-from running import Place, done, dpllm_, fails_in_step
+from published import edit, read
+from running import Place, done, edit_json, refused, train_until
 from safetensors.torch import load_file, save_file
 
 from dpllm.errors import ConfigError, Refused
@@ -55,6 +55,13 @@ def place(parent: Place, tmp_path: Path) -> Place:
     return Place(tmp_path / "place", tmp_path / "place" / "clinic-notes")
 
 
+def based_on(place: Place, key: str, path: Path) -> lineage.Base:
+    """What a run like this one would start from, with another model or adapter."""
+    base = base_model.of_base(RunDir(place.run).load_config().changed({f"model.{key}": str(path)}))
+    assert base is not None
+    return base
+
+
 def again(place: Place, *more: object) -> tuple[object, ...]:
     """Overrides: the same data and recipe, from the model that the place has as its base, into the place's own directory."""
     paths = ("--model.name_or_path", place.base, "--privacy.ledger", place.ledger, "--output_dir", place.run)
@@ -62,22 +69,20 @@ def again(place: Place, *more: object) -> tuple[object, ...]:
 
 
 def test_two_generations_on_the_same_data_state_what_both_cost(parent: Place, child: Place) -> None:
-    own = child.json("plan.json")
-    record = child.json("run.json")["lineage"]
-    base = json.loads((parent.root / "clinic-notes" / "privacy.json").read_text("utf-8"))
-    assert record["base"]["name"] == "clinic-notes"
-    assert record["base"]["epsilon"] == base["plan"]["epsilon"]
-    assert record["base"]["entry"] == base["composed"]["entry"]
+    own, record = child.json("plan.json"), child.json("run.json")["lineage"]
+    base = read(parent.root / "clinic-notes")
+    stated = {name: record["base"][name] for name in ("name", "epsilon", "entry")}
+    due = {"name": "clinic-notes", "epsilon": base["plan"]["epsilon"], "entry": base["composed"]["entry"]}
+    assert stated == due
     assert (record["same_dataset"], record["dataset"]) == (True, "notes")
     composed = record["composed"]["epsilon"]
     assert max(own["epsilon"], base["plan"]["epsilon"]) < composed <= own["epsilon"] + base["plan"]["epsilon"]
     # The ledger, which knows both runs, comes to the same.
     assert composed == pytest.approx(child.json("run.json")["ledger"]["spent_epsilon"], rel=1e-6)
-    block = json.loads((child.run / "export" / "privacy.json").read_text("utf-8"))
-    assert block["lineage"] == record
-    assert block["guarantee"] is True
+    block = child.json("export/privacy.json")
+    assert (block["lineage"], block["guarantee"]) == (record, True)
     assert block["plan"] == own  # this run's own, beside what both cost
-    text = section.parts((child.run / "export" / "README.md").read_text("utf-8"))["privacy"]
+    text = section.parts(child.card)["privacy"]
     assert "clinic-notes" in text
     assert f"ε = {composed:.2f}"[:6] in text
     done("verify", child.run)
@@ -86,107 +91,79 @@ def test_two_generations_on_the_same_data_state_what_both_cost(parent: Place, ch
 def test_a_third_generation_carries_the_first_on(child: Place, tmp_path: Path) -> None:
     done("merge", child.run, "--output", tmp_path / "third")
     done("verify", tmp_path / "third")
-    config = RunDir(child.run).load_config()
-    config = config.model_copy(
-        update={"model": config.model.model_copy(update={"name_or_path": str(tmp_path / "third")})}
-    )
-    base = base_model.of_base(config)
-    assert base is not None
+    base = based_on(child, "name_or_path", tmp_path / "third")
     assert base.statement.name == "third"
     assert [ancestor.name for ancestor in base.ancestors] == ["clinic-notes"]
     assert base.ancestors[0].to_json() == child.json("run.json")["lineage"]["base"]
 
 
 def test_an_adapter_is_started_from_on_the_statement_that_it_was_trained_on(child: Place, tmp_path: Path) -> None:
-    folder = tmp_path / "adapter"
-    shutil.copytree(child.run / "export", folder)
-    config = RunDir(child.run).load_config()
-    config = config.model_copy(update={"model": config.model.model_copy(update={"adapter": str(folder)})})
-    base = base_model.of_base(config)
-    assert base is not None
-    assert [(item.name, item.adapter) for item in (base.statement, *base.ancestors)] == [
-        ("adapter", True),
-        ("clinic-notes", False),
-    ]
+    folder = Path(shutil.copytree(child.run / "export", tmp_path / "adapter"))
+    base = based_on(child, "adapter", folder)
+    names = [(item.name, item.adapter) for item in (base.statement, *base.ancestors)]
+    assert names == [("adapter", True), ("clinic-notes", False)]
     # What the adapter's block says of its base counts only where the base says it too.
-    block = json.loads((folder / "privacy.json").read_text("utf-8"))
-    block["lineage"]["base"]["dataset"] = "other"
-    block["lineage"].update(same_dataset=False, dataset=None, composed=None, reason="other data")
-    (folder / "privacy.json").write_text(json.dumps(block))
-    assert base_model.of_base(config) == base
+    stated = read(folder)["lineage"]
+    denied = {"same_dataset": False, "dataset": None, "composed": None, "reason": "other data"}
+    edit_json(folder / "privacy.json", lineage={**stated, **denied, "base": {**stated["base"], "dataset": "other"}})
+    assert based_on(child, "adapter", folder) == base
     for name in ("privacy.json", "README.md"):
         (folder / name).unlink()
     with pytest.raises(Refused, match="does not name the privacy statement of clinic-notes"):
-        base_model.of_base(config)
+        based_on(child, "adapter", folder)
 
 
 def test_a_resumed_run_stands_on_the_base_that_it_started_from(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever changed: the files, the statement alone, a statement that is gone."""
-    fails_in_step(monkeypatch, 3)
     every = ("--train.checkpoint_every", "1")
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe, *again(place, *every))
+    train_until(monkeypatch, 3, place.recipe, *again(place, *every))
     block, card, run = place.base / "privacy.json", place.base / "README.md", RunDir(place.run)
-    kept, text, record = block.read_bytes(), card.read_bytes(), run.run.read_bytes()
-    changed = json.loads(kept)
-    changed["composed"]["entry"] = "0" * 16
-    block.write_text(json.dumps(changed))
-
-    def said() -> str:
-        answer = dpllm_("train", place.recipe, *again(place, *every), "--resume")
-        assert answer.code == 3, answer
-        return " ".join(answer.err.split())
-
-    assert "model.name_or_path no longer holds the files and the privacy statement that" in said()
+    resume = ("train", place.recipe, *again(place, *every), "--resume")
+    statement, text, record = block.read_bytes(), card.read_bytes(), run.run.read_bytes()
+    edit_json(block, composed={**json.loads(statement)["composed"], "entry": "0" * 16})
+    assert "model.name_or_path no longer holds the files and the privacy statement that" in refused(*resume, code=3)
     block.unlink()
     card.unlink()
-    assert "none is found now: it was removed, or the Hub cannot be reached" in said()
-    earlier = json.loads(record)
-    run.run.write_text(json.dumps({**earlier, "lineage": None}))
-    block.write_bytes(kept)
+    assert "none is found now: it was removed, or the Hub cannot be reached" in refused(*resume, code=3)
+    earlier = edit_json(run.run, lineage=None)
+    block.write_bytes(statement)
     card.write_bytes(text)
-    assert "model.name_or_path no longer holds" in said()
+    assert "model.name_or_path no longer holds" in refused(*resume, code=3)
     del earlier["lineage"]  # of a version that wrote none
     run.run.write_text(json.dumps(earlier))
     same_lineage(None, run.load_config(), run)
     run.run.write_bytes(record)
-    done("train", place.recipe, *again(place, *every), "--resume")
+    done(*resume)
     assert place.json("run.json")["lineage"]["base"]["name"] == "clinic-notes"
 
 
 def test_a_base_that_was_exchanged_is_not_merged_into(child: Place, tmp_path: Path) -> None:
     shutil.copytree(child.root, tmp_path / "place")
     copy = Place(tmp_path / "place", tmp_path / "place" / "clinic-notes")
-    config = copy.run / "config.yaml"
-    config.write_text(config.read_text().replace(str(child.base), str(copy.base)))
+    edit(copy.run / "config.yaml", str(child.base), str(copy.base))
     done("merge", copy.run, "--output", tmp_path / "well")
     for name in ("privacy.json", "README.md"):
         (copy.base / name).unlink()
-    answer = dpllm_("merge", copy.run, "--output", tmp_path / "out")
-    assert answer.code == 3
-    assert "is not the base model that the run was trained on" in answer.err
+    message = refused("merge", copy.run, "--output", tmp_path / "out", code=3)
+    assert "is not the base model that the run was trained on" in message
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_promised_after_a_run_without_privacy_on_the_same_data(place: Place) -> None:
     done("train", place.recipe, *again(place, "--privacy.enabled", "false", "--data.public", "true"))
-    done("card", place.run)
+    place.does("card", "verify")
     assert place.json("run.json")["lineage"]["reason"].startswith("this run gives no guarantee")
-    banner = section.parts((place.run / "export" / "README.md").read_text("utf-8"))["banner"]
-    assert "No differential privacy guarantee" in banner.splitlines()[0]
-    done("verify", place.run)
+    assert "No differential privacy guarantee" in section.parts(place.card)["banner"].splitlines()[0]
     # Whoever goes on from there with privacy has none for these data: the base holds them already.
     done("merge", place.run, "--output", place.root / "leaky")
     leaky = Place(place.root, place.root / "leaky")
     shutil.rmtree(place.run)
     done("train", place.recipe, *again(leaky))
-    done("card", place.run)
-    guarantee = place.json("run.json")["guarantee"]
-    assert guarantee["holds"] is False
-    assert "leaky, which was trained on the same dataset (notes) without a guarantee" in guarantee["reason"]
+    place.does("card", "verify")
+    record = place.json("run.json")
+    assert (record["guarantee"]["holds"], record["lineage"]["composed"]) == (False, None)
+    assert "leaky, which was trained on the same dataset (notes) without a guarantee" in record["guarantee"]["reason"]
     assert place.json("export/privacy.json")["guarantee"] is False
-    assert place.json("run.json")["lineage"]["composed"] is None
-    done("verify", place.run)
 
 
 def _weights(base: Path) -> None:
@@ -194,14 +171,9 @@ def _weights(base: Path) -> None:
     save_file({name: tensor + 1e-3 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
 
 
-def _block(change: Callable[[Json], Json]) -> Callable[[Path], object]:
-    """Writes another privacy block into a model."""
-
-    def write(base: Path) -> None:
-        block = base / "privacy.json"
-        block.write_text(json.dumps(change(json.loads(block.read_text("utf-8")))))
-
-    return write
+def _half_epsilon(base: Path) -> None:
+    plan = read(base)["plan"]
+    edit_json(base / "privacy.json", plan={**plan, "epsilon": plan["epsilon"] / 2})
 
 
 OTHER_FILES = "is not the file that its privacy.json describes"
@@ -209,11 +181,8 @@ LIES: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights": (_weights, OTHER_FILES),
     "another file of weights": (lambda base: (base / "pytorch_model.bin").write_bytes(b"0"), OTHER_FILES),
     "tokenizer": (lambda base: (base / "tokenizer.json").unlink(), OTHER_FILES),
-    "epsilon": (
-        _block(lambda block: changed(block, ("plan", "epsilon"), lambda value: value / 2)),
-        "its own event costs",
-    ),
-    "key": (_block(lambda block: {**block, "unheard_of": 1}), "is not a privacy block"),
+    "epsilon": (_half_epsilon, "its own event costs"),
+    "key": (lambda base: edit_json(base / "privacy.json", unheard_of=1), "is not a privacy block"),
     "no block": (lambda base: (base / "privacy.json").unlink(), "privacy.json is missing"),
 }
 
@@ -223,9 +192,7 @@ def test_a_base_that_lies_is_refused(place: Place, name: str) -> None:
     lie, message = LIES[name]
     lie(place.base)
     before = (place.base.parent / "ledger.sqlite").read_bytes()
-    answer = dpllm_("plan", place.recipe, *again(place))
-    assert answer.code == 3, answer.err
-    assert message in answer.err
+    assert message in refused("plan", place.recipe, *again(place), code=3)
     assert (place.base.parent / "ledger.sqlite").read_bytes() == before
 
 
@@ -245,20 +212,19 @@ def test_a_model_of_the_hub_is_read_where_it_is_cached(parent: Place, hub: Path,
     config = RunDir(parent.run).load_config()
 
     def seen(name: str) -> lineage.Base | None:
-        named = config.model.model_copy(update={"name_or_path": name})
-        return base_model.of_base(config.model_copy(update={"model": named}), fetch=fetch)
+        return base_model.of_base(config.changed({"model.name_or_path": name}), fetch=fetch)
 
-    here, there = seen(str(parent.root / "clinic-notes")), seen("org/clinic-notes")
-    assert here is not None
-    assert there is not None
-    assert there.statement == here.statement.model_copy(update={"name": "org/clinic-notes"})
+    local, cached = seen(str(parent.root / "clinic-notes")), seen("org/clinic-notes")
+    assert local is not None
+    assert cached is not None
+    assert cached.statement == local.statement.model_copy(update={"name": "org/clinic-notes"})
     assert seen("org/nothing") is None
-    block = json.loads((hub / "privacy.json").read_text("utf-8"))
-    files = {name: sha for name, sha in block["files"].items() if name not in ("config.json", "model.safetensors")}
-    (hub / "privacy.json").write_text(json.dumps({**block, "files": {**files, "adapter_config.json": "0" * 64}}))
+    files = read(hub)["files"]
+    others = {name: sha for name, sha in files.items() if name not in ("config.json", "model.safetensors")}
+    edit_json(hub / "privacy.json", files={**others, "adapter_config.json": "0" * 64})
     with pytest.raises(ConfigError, match="is an adapter"):
         seen("org/clinic-notes")
-    (hub / "privacy.json").write_text(json.dumps(block))
+    edit_json(hub / "privacy.json", files=files)
     _weights(hub)
     with pytest.raises(Refused, match=r"is not the file that its privacy\.json describes"):
         seen("org/clinic-notes")

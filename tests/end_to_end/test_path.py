@@ -19,56 +19,45 @@ import torch
 import yaml
 from published import carry, failing
 from rich.console import Console
-from running import NUM_ROWS, SENTINEL, STEPS, Place, done, dpllm_, make_place, rows
+from running import NUM_ROWS, SENTINEL, STEPS, Place, calls, contents, done, dpllm_, make_place, refused, results, rows
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import dpllm
 from dpllm.auditing.table import read_tokens
-from dpllm.card import card
 from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.ledger import Ledger
-from dpllm.model.loading import load_for_scoring
+from dpllm.model import loading
 from dpllm.privacy import selfcheck
 from dpllm.recipe.config import load_config
 from dpllm.run import loop
-from dpllm.run.directory import RunDir
-from dpllm.statement import privacy_record
 from dpllm.text import data
 
 SLOTS = 20 + 4 * 4
 Json = dict[str, Any]
 
 
-def front_matter(run: Path) -> Json:
-    return dict(yaml.safe_load((run / "export" / "README.md").read_text("utf-8").split("---")[1]))
+def front_matter(place: Place) -> Json:
+    return dict(yaml.safe_load(place.card.split("---")[1]))
 
 
 def published(run: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(run)): path.read_bytes() for path in (run / "export").rglob("*") if path.is_file()}
+    return {f"export/{name}": content for name, content in contents(run / "export").items()}
 
 
-# --- layout ----------------------------------------------------------------------------------------------------------
+LAYOUT = {
+    "config.yaml plan.json run.json": "",
+    "metrics.jsonl layers.json canaries.json manifest.key summary.json audits.jsonl rows.json": "private/",
+    "adapter_config.json adapter_model.safetensors README.md privacy.json privacy.svg": "export/",
+    "tokenizer.json tokenizer_config.json chat_template.jinja": "export/",
+    "audit.json tokens.parquet": "export/audit/",
+}
 
 
 def test_a_run_directory_holds_what_the_design_says_and_no_more(finished: Place) -> None:
-    files = {str(path.relative_to(finished.run)) for path in finished.run.rglob("*") if path.is_file()}
-    top = {name for name in files if "/" not in name}
-    assert top == {"config.yaml", "plan.json", "run.json"}
-    assert {name.split("/")[0] for name in files - top} == {"export", "private"}
-    assert {name for name in files if name.startswith("private/")} == {
-        "private/metrics.jsonl",
-        "private/layers.json",
-        "private/canaries.json",
-        "private/manifest.key",
-        "private/summary.json",
-        "private/audits.jsonl",
-        "private/rows.json",
+    assert contents(finished.run).keys() == {
+        folder + name for names, folder in LAYOUT.items() for name in names.split()
     }
-    weights = {"adapter_config.json", "adapter_model.safetensors"}
-    tokenizer = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    audit = {f"audit/{name}" for name in ("audit.json", "tokens.parquet")}
-    exported = {name.removeprefix("export/") for name in files if name.startswith("export/")}
-    assert exported == weights | tokenizer | audit | {"README.md", "privacy.json", "privacy.svg"}
 
 
 def test_private_is_for_its_owner_alone(finished: Place, baseline: Place) -> None:
@@ -82,13 +71,7 @@ def test_the_data_are_read_once_copies_are_private_from_the_first_moment_and_eve
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """N, policy and records are of one reading, and so is what trains."""
-    seen, read = [], data.load_table
-
-    def look(*arguments: Any) -> Any:
-        seen.append(stat.S_IMODE((place.run / "private").stat().st_mode))
-        return read(*arguments)
-
-    monkeypatch.setattr(data, "load_table", look)
+    seen = calls(monkeypatch, data, "load_table", lambda *_: stat.S_IMODE((place.run / "private").stat().st_mode))
     done("train", place.recipe)
     assert seen == [0o700]
     weights = load_file(place.run / "export" / "adapter_model.safetensors")
@@ -128,26 +111,6 @@ def test_plan_and_record_agree(finished: Place) -> None:
     assert math.isclose(plan["cross_check"]["epsilon"], plan["epsilon"], rel_tol=0.05)
 
 
-def test_the_card_states_the_plans_epsilon(finished: Place) -> None:
-    plan = finished.json("plan.json")
-    block = finished.json("export/privacy.json")
-    front = front_matter(finished.run)
-    assert front["privacy"] == card.matter(privacy_record.read(block))
-    assert block["guarantee"] is True
-    assert block["plan"] == plan
-    assert "differential-privacy" in front["tags"]
-
-
-def test_a_card_is_made_again_without_the_weights(finished: Place, baseline: Place, tmp_path: Path) -> None:
-    for place in (finished, baseline):
-        kept = tmp_path / place.run.parent.name
-        shutil.copytree(place.run, kept, ignore=shutil.ignore_patterns("private", "*.safetensors", "tokenizer*"))
-        made = card.rendered(RunDir(kept))
-        assert made.keys() >= {"README.md", "privacy.json"}
-        for name, text in made.items():
-            assert (place.run / "export" / name).read_bytes() == text.encode()
-
-
 def test_the_ledger_shows_the_run(finished: Place) -> None:
     record = finished.json("run.json")["ledger"]
     with Ledger(finished.ledger) as ledger:
@@ -167,12 +130,11 @@ def test_the_ledger_shows_the_run(finished: Place) -> None:
 
 
 def test_metrics_are_one_json_value_a_line(finished: Place) -> None:
-    lines = (finished.run / "private" / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    steps = finished.lines("private/metrics.jsonl")
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    layers = json.loads((finished.run / "private" / "layers.json").read_text())["layers"]
+    layers = finished.json("private/layers.json")["layers"]
     assert all("lora_" in name for name in layers)
-    assert max(map(len, lines)) < 1000
+    assert max(len(json.dumps(line)) for line in steps) < 1000
     for line in steps:
         assert line["norm"] > 0
         assert len(line["clipped_by_layer"]) == len(layers)
@@ -184,7 +146,7 @@ def test_metrics_are_one_json_value_a_line(finished: Place) -> None:
 
 def test_no_secret_no_text_and_no_path_is_published(finished: Place, baseline: Place) -> None:
     for place in (finished, baseline):
-        secret = json.loads((place.run / "private" / "canaries.json").read_text())
+        secret = place.json("private/canaries.json")
         canaries = [*secret["canaries"], *secret["references"]]
         words = [text for canary in canaries for text in (canary["secret"], canary["carrier"])]
         words += [secret["salt"], SENTINEL, "Sigrid", tiny.sentence(3)]
@@ -210,10 +172,10 @@ def test_a_run_without_privacy_claims_none(baseline: Place) -> None:
     assert record["guarantee"]["holds"] is False
     assert record["ledger"] is None
     assert not (baseline.run / "plan.json").exists()
-    front = front_matter(baseline.run)
+    front = front_matter(baseline)
     assert front["privacy"]["guarantee"] is False
     assert "differential-privacy" not in front["tags"]
-    assert "no differential privacy guarantee" in (baseline.run / "export" / "README.md").read_text().lower()
+    assert "no differential privacy guarantee" in baseline.card.lower()
 
 
 def test_a_declared_size_hides_the_real_one(tmp_path: Path, base: Path) -> None:
@@ -222,9 +184,9 @@ def test_a_declared_size_hides_the_real_one(tmp_path: Path, base: Path) -> None:
     place = make_place(tmp_path / "hidden", base, changes)
     tiny.write_rows(place.train, rows(real))
     answer = done("train", place.recipe)
-    done("card", place.run)
     plan = place.json("plan.json")
     assert (plan["dataset_size"], plan["neighbouring_relation"]) == (declared + 7, "add_or_remove_one")
+    done("card", place.run)
     texts = {name: content.decode("utf-8", "replace") for name, content in published(place.run).items()}
     texts |= {name: (place.run / name).read_text() for name in ("plan.json", "run.json", "config.yaml")}
     texts["what is printed"] = answer.out + answer.err
@@ -238,7 +200,7 @@ def test_a_loss_on_private_evaluation_data_is_neither_printed_nor_published(plac
     flags = ("--data.eval", held_out, "--data.eval_public", str(public).lower())
     out = done("train", place.recipe, *flags).out
     done("card", place.run)
-    losses = json.loads((place.run / "private" / "summary.json").read_text())
+    losses = place.json("private/summary.json")
     for name in ("eval_loss_before", "eval_loss_after"):
         assert (f"{losses[name]:.4f}" in out) is public
     assert ("summary.json" in out) is not public
@@ -252,17 +214,18 @@ def test_a_loss_on_private_evaluation_data_is_neither_printed_nor_published(plac
 # --- formats, units, adapters ----------------------------------------------------------------------------------------
 
 
-def test_frozen_layers_run_the_same_path(place: Place) -> None:
-    from transformers import AutoModelForCausalLM
-
-    place.write({"adapter": {"method": "frozen", "last_blocks": 1}, "privacy.max_grad_norm": 0.5})
-    done("train", place.recipe)
-    done("card", place.run)
-    trained = dict(AutoModelForCausalLM.from_pretrained(place.run / "export").named_parameters())
-    before = dict(AutoModelForCausalLM.from_pretrained(place.base).named_parameters())
+def test_frozen_layers_with_automatic_clipping_run_the_same_path(place: Place) -> None:
+    place.write({"adapter": {"method": "frozen", "last_blocks": 1}, "privacy.clipping": "automatic"})
+    assert "automatic" in place.does("plan")
+    place.does("train", "card")
+    trained, before = (
+        dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+        for path in (place.run / "export", place.base)
+    )
     moved = {name for name, value in trained.items() if not value.equal(before[name])}
     assert moved == {name for name in before if ".layers.1." in name or name == "model.norm.weight"}
-    assert place.json("run.json")["guarantee"]["holds"] is True
+    assert (place.json("plan.json")["clipping"], place.json("run.json")["guarantee"]["holds"]) == ("automatic", True)
+    assert "automatic clipping" in place.card
 
 
 def test_units_with_several_rows_are_counted_once(place: Place) -> None:
@@ -272,50 +235,28 @@ def test_units_with_several_rows_are_counted_once(place: Place) -> None:
     done("train", place.recipe)
     plan = place.json("plan.json")
     assert (plan["dataset_size"], plan["unit"], plan["max_examples_per_unit"]) == (people, "author", 3)
-    lines = [json.loads(line) for line in (place.run / "private" / "metrics.jsonl").read_text().splitlines()]
+    lines = place.lines("private/metrics.jsonl")
     assert all(line["units"] <= people for line in lines)
-    with Ledger(place.ledger) as ledger:
-        assert ledger.runs("notes")[0].reservation.unit == "author"
+    assert place.runs()[0].reservation.unit == "author"
     shown = done("plan", place.recipe, "--output_dir", place.root / "elsewhere").out
     assert "user-level: column author" in " ".join(shown.split())
     done("card", place.run)
-    assert "one `author` (all rows" in (place.run / "export" / "README.md").read_text()
-
-
-def test_automatic_clipping_is_planned_run_and_stated(place: Place) -> None:
-    place.write({"privacy.clipping": "automatic"})
-    shown = done("plan", place.recipe).out
-    done("train", place.recipe)
-    done("card", place.run)
-    plan, record = place.json("plan.json"), place.json("run.json")
-    assert (plan["clipping"], record["guarantee"]["holds"]) == ("automatic", True)
-    assert "automatic" in shown
-    assert "automatic clipping" in (place.run / "export" / "README.md").read_text()
+    assert "one `author` (all rows" in place.card
 
 
 @pytest.mark.parametrize("method", ["lora", "frozen"])
 def test_low_precision_is_checked_in_float32_too(place: Place, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dpllm.run import build
-
-    built: list[Any] = []
-    shrunken = build.loading.shrunken
-
-    def watched(*arguments: Any) -> Any:
-        built.append(shrunken(*arguments))
-        return built[-1]
-
-    monkeypatch.setattr(build.loading, "shrunken", watched)
+    built = results(monkeypatch, loading, "shrunken")
     place.write({"adapter": {"method": method}, "train.precision": "bf16", "train.steps": 1, "train.epochs": None})
     done("train", place.recipe)
-    assert len(built) == 1
-    assert {p.dtype for p in built[0].parameters()} == {torch.float32}
-    assert not any(hasattr(module, "autograd_grad_sample_hooks") for module in built[0].modules())
+    (checked,) = built
+    assert {p.dtype for p in checked.parameters()} == {torch.float32}
+    assert not any(hasattr(module, "autograd_grad_sample_hooks") for module in checked.modules())
 
 
 def test_the_record_says_that_dropout_of_the_base_was_off(tmp_path: Path) -> None:
     place = make_place(tmp_path / "place", tiny.save_model(tmp_path / "gpt2", "gpt2"), {"train.precision": "bf16"})
-    shown = done("train", place.recipe).out
-    done("card", place.run)
+    shown = place.does("train")
     off = place.json("run.json")["model"]["dropout_off"]
     assert off["attn_dropout"] == off["resid_dropout"] == off["embd_pdrop"] == 0.1
     assert "dropout is off" in shown
@@ -340,30 +281,8 @@ def test_passes_change_where_a_kernel_rounds_by_company(
     assert f"Passes of {passes} in this run, which is slower: act_fn rounds a row differently." in shown
     assert place.json("run.json")["tokens_per_pass"] == tokens
     assert place.json("run.json")["guarantee"]["holds"]
-    card = (place.run / "export/README.md").read_text()
+    card = place.card
     assert f"| Batch | 8 expected{'; passes of 256 tokens' if tokens else ''} |" in card
-
-
-def test_messages_run_from_plan_to_card(place: Place) -> None:
-    """Prompts and completions do in the README's commands."""
-    pairs = [(f"What did {tiny.NAMES[n % 10]} buy on day {n}?", tiny.THINGS[n % 6]) for n in range(NUM_ROWS)]
-    turns = [[{"role": "user", "content": ask}, {"role": "assistant", "content": say}] for ask, say in pairs]
-    tiny.write_rows(place.train, [{"messages": turn} for turn in turns])
-    canaries = {"groups": {1: 28}, "references": 100}
-    place.write({"audit.canaries": canaries, "data.long_examples": "chunk"})
-    for command in (("plan", place.recipe), ("train", place.recipe), ("audit", place.run), ("card", place.run)):
-        done(*command)
-    assert place.json("plan.json")["dataset_size"] == NUM_ROWS + 28
-    assert yaml.safe_load((place.run / "config.yaml").read_text())["data"]["format"] == "messages"
-    assert place.json("export/audit/audit.json")["verdict"] != "falsified"
-
-
-def test_a_canary_that_does_not_fit_is_found_before_anything_is_spent(place: Place) -> None:
-    place.write({"audit.canaries": {"groups": {1: 4}}, "data.max_length": 32})
-    answer = dpllm_("train", place.recipe)
-    assert answer.code == 2
-    assert "does not fit into data.max_length" in answer.err
-    assert not place.ledger.exists() or Ledger(place.ledger).datasets() == []
 
 
 def test_plan_and_train_give_the_same_advice_before_anything_is_spent(
@@ -380,23 +299,9 @@ def test_plan_and_train_give_the_same_advice_before_anything_is_spent(
         assert f"Advice: {text}" in trained
 
 
-@pytest.mark.parametrize("command", ["plan", "train"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_learning_rate_that_replaces_every_weight_is_refused_and_nothing_is_spent(
-    place: Place, command: str, optimizer: str
-) -> None:
-    """It was trained, charged 3 and exported."""
-    place.write({"train.learning_rate": 1e30, "train.optimizer": optimizer})
-    answer = dpllm_(command, place.recipe)
-    assert (answer.code, "train.learning_rate 1e+30 would move every weight" in answer.err) == (2, True)
-    assert not place.ledger.exists()
-
-
 def test_weights_that_are_not_finite_are_neither_exported_nor_used(place: Place, finished: Place) -> None:
     place.write({"train.learning_rate": 1.0, "train.weight_decay": 1e37})
-    answer = dpllm_("train", place.recipe)
-    assert (answer.code, "has a value that is not finite" in answer.err) == (3, True)
-    assert len(answer.err.strip().splitlines()) == 1
+    assert "has a value that is not finite" in refused("train", place.recipe, code=3)
     assert not list(place.run.glob("export/*.safetensors"))
     assert (place.json("run.json")["status"], place.json("run.json")["guarantee"]["holds"]) == ("interrupted", False)
     run = place.root / "copied"
@@ -406,7 +311,7 @@ def test_weights_that_are_not_finite_are_neither_exported_nor_used(place: Place,
     answer = dpllm_("generate", run / "export", "--base", finished.base)  # of which synthesize makes its rows
     assert "has a value that is not finite" in answer.err
     with pytest.raises(Refused, match="has a value that is not finite"):  # an audit
-        load_for_scoring(load_config(run / "config.yaml"), run / "export", torch.device("cpu"))
+        loading.load_for_scoring(load_config(run / "config.yaml"), run / "export", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -423,29 +328,28 @@ def test_who_sits_at_the_terminal_is_told_that_a_run_diverged_and_its_record_is_
     assert ("Warning: the run has diverged" in out.getvalue()) is terminal
     assert ("loss nan (private)" in out.getvalue()) is terminal
     assert record.status == "completed"
-    assert json.loads((place.run / "private" / "summary.json").read_text())["eval_loss_after"] is None
+    assert place.json("private/summary.json")["eval_loss_after"] is None
     done("card", place.run)
 
 
 def test_a_fixed_noise_seed_has_no_guarantee_and_no_total_covers_such_a_run(place: Place) -> None:
     done("train", place.recipe, "--privacy.insecure_seed", 7)
-    record = place.json("run.json")
-    assert record["guarantee"]["holds"] is False
-    assert "seeded by the user" in record["guarantee"]["reason"]
+    guarantee = place.json("run.json")["guarantee"]
+    assert guarantee["holds"] is False
+    assert "seeded by the user" in guarantee["reason"]
     done("card", place.run)
-    assert "no differential privacy guarantee" in (place.run / "export" / "README.md").read_text().lower()
-    assert "differential-privacy" not in front_matter(place.run)["tags"]
-    second = place.root / "second"
-    done("train", place.recipe, "--output_dir", second)
-    done("card", second)
-    block = json.loads((second / "export" / "privacy.json").read_text())
+    assert "no differential privacy guarantee" in place.card.lower()
+    assert "differential-privacy" not in front_matter(place)["tags"]
+    second = Place(place.root / "second", place.base)
+    done("train", place.recipe, "--output_dir", second.run)
+    second.does("card", "verify")
+    block = second.json("export/privacy.json")
     assert (block["guarantee"], block["composed"]["spent_epsilon"]) == (True, None)
-    (said,) = block["deviations"]
-    assert re.search("gives no guarantee: its noise and sampling were seeded.*no figure of the ledger covers it", said)
-    text = (second / "export" / "README.md").read_text()
-    assert text.count("no ε covers all runs on this dataset") == 1
-    assert "as if all" not in text
-    assert f"Exception: {said}." in " ".join(done("ledger", "show", "--ledger", place.ledger).out.split())
-    done("verify", second)
-    carry(second / "export", {**block, "composed": {**block["composed"], "spent_epsilon": 99.0}})
-    assert "ledger" in failing(second)
+    (deviation,) = block["deviations"]
+    seeded = "gives no guarantee: its noise and sampling were seeded.*no figure of the ledger covers it"
+    assert re.search(seeded, deviation)
+    assert second.card.count("no ε covers all runs on this dataset") == 1
+    assert "as if all" not in second.card
+    assert f"Exception: {deviation}." in " ".join(done("ledger", "show", "--ledger", place.ledger).out.split())
+    carry(second.run / "export", {**block, "composed": {**block["composed"], "spent_epsilon": 99.0}})
+    assert "ledger" in failing(second.run)

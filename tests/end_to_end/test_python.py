@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -12,7 +14,7 @@ import tiny
 import torch
 import yaml
 from accelerate import PartialState
-from running import NUM_ROWS, SENTINEL, STEPS, Place, charged, done, dpllm_, make_place, rows
+from running import NUM_ROWS, SENTINEL, STEPS, Place, charged, done, make_place, refused, rows
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -25,21 +27,21 @@ class Listening(TrainerCallback):
     """Remembers what it is told, and asks to stop after some step."""
 
     def __init__(self, stop_after: int | None = None) -> None:
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
         self.stop_after = stop_after
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.told.append(("begin", state.global_step, state.max_steps, sorted(more)))
+        self.calls.append(("begin", state.global_step, state.max_steps, sorted(more)))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **more: Any) -> None:
-        self.told.append(("log", sorted(logs), sorted(more)))
+        self.calls.append(("log", sorted(logs), sorted(more)))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.told.append(("step", state.global_step, sorted(more)))
+        self.calls.append(("step", state.global_step, sorted(more)))
         control.should_training_stop = state.global_step == self.stop_after
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.told.append(("end", state.global_step, sorted(more)))
+        self.calls.append(("end", state.global_step, sorted(more)))
 
 
 def as_dict(recipe: Path) -> dict[str, Any]:
@@ -64,13 +66,11 @@ def test_rows_in_memory_train_as_a_file_does_and_callbacks_see_released_values_a
     assert yaml.safe_dump(recipe) == before  # the caller's own
     left, right = (load_file(place.run / "export" / "adapter_model.safetensors") for place in (from_file, held))
     assert all((left[name] == right[name]).all() for name in left)
-    told = listening.told
-    assert (told[0], told[-1]) == (("begin", 0, STEPS, []), ("end", STEPS, []))
-    assert told[1:-1] == [
-        entry
-        for step in range(1, STEPS + 1)
-        for entry in (("log", ["learning_rate"], []), ("step", step, []))  # a known seed: no epsilon
-    ]
+    of_steps = [
+        (("log", ["learning_rate"], []), ("step", step + 1, [])) for step in range(STEPS)
+    ]  # a known seed: no epsilon
+    calls = [("begin", 0, STEPS, []), *itertools.chain(*of_steps), ("end", STEPS, [])]
+    assert listening.calls == calls
     assert (run.status, charged(held)) == ("completed", (1, STEPS))
     for value in (run, dpllm.plan(recipe, train=table), dpllm.load_recipe(from_file.recipe)):
         assert len(repr(value)) < 600
@@ -83,7 +83,7 @@ def test_a_callback_stops_the_run_after_its_step_and_what_was_taken_is_charged(t
     place = make_place(tmp_path, base)
     listening = Listening(stop_after=2)
     run = dpllm.train(place.recipe, callbacks=[listening])
-    assert listening.told[1] == ("log", ["epsilon_consumed", "learning_rate"], [])
+    assert listening.calls[1] == ("log", ["epsilon_consumed", "learning_rate"], [])
     assert (run.status, run.record.steps_taken) == ("interrupted", 2)
     assert charged(place) == (1, 2)
     with pytest.raises(ConfigError, match="TrainerCallback"):
@@ -113,11 +113,8 @@ def test_rows_that_are_given_are_private_whatever_the_recipe_says_of_its_own(tmp
     for recipe in (place.recipe, dpllm.load_recipe(place.recipe), yaml.safe_load(place.recipe.read_text("utf-8"))):
         result = dpllm.plan(recipe, train=rows(), eval=rows(10, start=500)).config.data
         assert (result.public, result.eval_public) == (False, False)
-    result = dpllm.plan(as_dict(place.recipe), train=rows()).config.data
-    assert (result.public, result.eval_public) == (
-        True,
-        True,
-    )  # a dict without data.train speaks of the rows given with it
+    result = dpllm.plan(as_dict(place.recipe), train=rows()).config.data  # without data.train it speaks of these rows
+    assert (result.public, result.eval_public) == (True, True)
 
 
 def test_callbacks_leave_the_state_of_accelerate_alone_and_are_told_the_recipe(tmp_path: Path, base: Path) -> None:
@@ -134,31 +131,27 @@ def test_callbacks_leave_the_state_of_accelerate_alone_and_are_told_the_recipe(t
 
 @pytest.mark.parametrize("name", ["", "config.yaml"])
 def test_a_run_that_lies_there_is_planned_as_another_one_like_it(finished: Place, name: str) -> None:
-    again = json.loads(done("plan", finished.run / name, "--json").out)
-    assert again["refusals"] == []
-    assert again["epsilon"] == finished.json("plan.json")["epsilon"]
-    assert again["ledger"]["after"] > again["ledger"]["spent"] > 0
-    elsewhere = dpllm_("plan", finished.recipe)
-    assert (elsewhere.code, "already holds a run" in elsewhere.err) == (2, True)
+    planned = json.loads(done("plan", finished.run / name, "--json").out)
+    assert planned["refusals"] == []
+    assert planned["epsilon"] == finished.json("plan.json")["epsilon"]
+    assert planned["ledger"]["after"] > planned["ledger"]["spent"] > 0
+    assert "already holds a run" in refused("plan", finished.recipe)
 
 
 def test_a_run_that_a_callback_stops_compares_the_ranks_weights(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compared: list[int] = []
-    monkeypatch.setattr("dpllm.model.processes.check_same_weights", lambda _, step: compared.append(step))
+    check = Mock()
+    monkeypatch.setattr("dpllm.model.processes.check_same_weights", check)
     dpllm.train(make_place(tmp_path, base).recipe, callbacks=[Listening(stop_after=2)])
-    assert compared == [2]
+    assert [call.args[1] for call in check.call_args_list] == [2]
 
 
 def test_an_error_in_a_callbacks_last_call_leaves_a_completed_run(tmp_path: Path, base: Path) -> None:
-    class Fails(TrainerCallback):
-        def on_train_end(self, *_: Any, **__: Any) -> None:
-            raise OSError("my own file")
-
-    place = make_place(tmp_path, base)
+    place, fails = make_place(tmp_path, base), Listening()
+    fails.on_train_end = Mock(side_effect=OSError("my own file"))  # type: ignore[method-assign]
     with pytest.raises(OSError, match="my own file"):
-        dpllm.train(place.recipe, callbacks=[Fails()])
+        dpllm.train(place.recipe, callbacks=[fails])
     assert place.json("run.json")["status"] == "completed"
     assert not list((place.run / "private" / "cache").rglob("tokens*"))
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import tiny
 from ledger_stores import adopt
+from published import edit
 from remembered import Once
-from running import Place, charged, contents, done, dpllm_, fails_in_step, make_place, python, rows
+from running import Place, charged, contents, done, dpllm_, edit_json, make_place, python, refused, rows, train_until
 from safetensors.torch import load_file
 
 from dpllm.ledger import Ledger
@@ -63,24 +64,23 @@ def stopped(once: Once, base: Path, data_home: Path) -> dict[str, tuple[Place, i
     return {how: (place, int(code), said) for how, place, (code, said) in zip(SIGNALS, places, texts, strict=True)}
 
 
-@pytest.fixture
-def terminated(stopped: dict[str, tuple[Place, int, str]]) -> tuple[Place, int, str]:
-    return stopped["SIGTERM"]
-
-
-@pytest.fixture
-def killed(stopped: dict[str, tuple[Place, int, str]]) -> tuple[Place, int, str]:
-    return stopped["SIGKILL"]
-
-
 def copy(place: Place, root: Path) -> Place:
     """The same state elsewhere, as if it had always been there."""
-    shutil.copytree(place.root, root)
-    other = Place(root, place.base)
+    other = Place(Path(shutil.copytree(place.root, root)), place.base)
     adopt(other.ledger)
     for recipe in (other.recipe, other.run / "config.yaml"):
-        recipe.write_text(recipe.read_text().replace(str(place.root), str(root)))
+        edit(recipe, str(place.root), str(root))
     return other
+
+
+@pytest.fixture
+def terminated(stopped: dict[str, tuple[Place, int, str]], tmp_path: Path) -> Place:
+    return copy(stopped["SIGTERM"][0], tmp_path / "copy")
+
+
+@pytest.fixture
+def killed(stopped: dict[str, tuple[Place, int, str]], tmp_path: Path) -> Place:
+    return copy(stopped["SIGKILL"][0], tmp_path / "copy")
 
 
 def newest(place: Place) -> Path:
@@ -98,15 +98,12 @@ def commits(place: Place) -> list[tuple[str, int]]:
     """How runs ended; marks on the way are tests/ledger/test_ledger.py's."""
     with Ledger(place.ledger) as ledger:
         assert ledger.verify() == []
-        result = [(e.facts["status"], e.facts["steps"]) for e in ledger.history("notes") if e.kind == "commit"]
-    return [item for item in result if item[0] != "running"]
+        ends = [entry.facts for entry in ledger.history("notes") if entry.kind == "commit"]
+    return [(end["status"], end["steps"]) for end in ends if end["status"] != "running"]
 
 
-# --- SIGTERM ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_terminated_run_is_consistent_and_says_so(terminated: tuple[Place, int, str]) -> None:
-    place, code, errors = terminated
+def test_a_terminated_run_is_consistent_and_says_so(stopped: dict[str, tuple[Place, int, str]]) -> None:
+    place, code, errors = stopped["SIGTERM"]
     assert code == 1
     assert "Traceback" not in errors
     record, plan = place.json("run.json"), place.json("plan.json")
@@ -124,32 +121,31 @@ def test_a_terminated_run_is_consistent_and_says_so(terminated: tuple[Place, int
     assert commits(place) == [("interrupted", 3)]
 
 
-def test_a_resumed_run_completes_on_the_same_reservation(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
-    place = copy(terminated[0], tmp_path / "copy")
-    before = place.json("run.json")
-    told = "as of an attempt with telemetry.private_metrics, which this recipe no longer has"
-    (place.run / "run.json").write_text(json.dumps({**before, "deviations": [*before["deviations"], told]}))
+def test_a_resumed_run_completes_on_the_same_reservation(terminated: Place) -> None:
+    place, before = terminated, terminated.json("run.json")
+    deviation = "as of an attempt with telemetry.private_metrics, which this recipe no longer has"
+    edit_json(place.run / "run.json", deviations=[*before["deviations"], deviation])
     untrained = loss_before(place)
     done("train", place.recipe, "--resume")
     record = place.json("run.json")
     assert (record["status"], record["steps_taken"]) == ("completed", TOTAL)
     assert record["guarantee"]["holds"] is True
     assert loss_before(place) == untrained  # and not that of the weights it goes on with
-    assert told in record["deviations"]
+    assert deviation in record["deviations"]
     assert not any("interrupted" in note for note in record["deviations"])
     assert record["ledger"]["entry"] == before["ledger"]["entry"]
     assert record["manifest"]["plan.json"] == before["manifest"]["plan.json"]
     assert charged(place) == (1, TOTAL)
     assert commits(place) == [("interrupted", 3), ("completed", TOTAL)]
-    lines = [json.loads(line) for line in (place.run / "private" / "metrics.jsonl").read_text().splitlines()]
+    lines = place.lines("private/metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, TOTAL + 1))
     assert not (place.run / "private" / "resume").exists()
 
 
-def test_resuming_twice_draws_other_noise(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
+def test_resuming_twice_draws_other_noise(terminated: Place, tmp_path: Path) -> None:
     weights = []
     for name in ("a", "b"):
-        place = copy(terminated[0], tmp_path / name)
+        place = copy(terminated, tmp_path / name)
         done("train", place.recipe, "--resume")
         weights.append(load_file(place.run / "export" / "adapter_model.safetensors"))
     assert all(not value.equal(weights[1][name]) for name, value in weights[0].items())
@@ -172,19 +168,10 @@ def reconciled(place: Place) -> None:
 
 def with_a_plan_of_another_event(place: Place) -> None:
     """As if the checkpoint, which names the reservation, were another run's."""
-    run, plan, record = RunDir(place.run), place.json("plan.json"), place.json("run.json")
-    plan["event"]["count"] += 1
-    plan["num_steps"] += 1
-    run.plan.write_text(json.dumps(plan))
-    record["manifest"]["plan.json"] = read_plan(run).digest
-    run.run.write_text(json.dumps(record))
-
-
-def head(place: Place) -> Any:
-    if not place.ledger.exists():
-        return None
-    with Ledger(place.ledger) as ledger:
-        return ledger.head()
+    run, plan, manifest = RunDir(place.run), place.json("plan.json"), place.json("run.json")["manifest"]
+    more = plan["num_steps"] + 1
+    edit_json(run.plan, event={**plan["event"], "count": more}, num_steps=more)
+    edit_json(run.run, manifest={**manifest, "plan.json": read_plan(run).digest})
 
 
 # Which keys may not change: tests/run/test_same_recipe.py.
@@ -201,68 +188,47 @@ REFUSED: dict[str, tuple[Callable[[Place], object], tuple[Any, ...], int, str]] 
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_go_on_is_refused_and_changes_nothing(
-    killed: tuple[Place, int, str], tmp_path: Path, why: str
-) -> None:
-    change, flags, code, words = REFUSED[why]
-    place = copy(killed[0], tmp_path / "copy")
+def test_what_cannot_go_on_is_refused_and_changes_nothing(killed: Place, why: str) -> None:
+    place, (change, flags, code, words) = killed, REFUSED[why]
     change(place)
-    before, spent = contents(place.run), head(place)
-    answer = dpllm_("train", place.recipe, "--resume", *flags)
-    assert (answer.code, words in " ".join(answer.err.split())) == (code, True), answer.err
+    before, spent = contents(place.run), place.head()
+    assert words in refused("train", place.recipe, "--resume", *flags, code=code)
     assert {".lock": b"", **contents(place.run)} == before  # the lock is of the process that was killed
-    assert head(place) == spent
+    assert place.head() == spent
 
 
 def test_the_same_rows_of_other_owners_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledger knows texts and not whose they are; steps before and after would protect different people."""
-    place.write(
-        {
-            "train.steps": 3,
-            "train.checkpoint_every": 1,
-            "train.batch_size": 4,
-            "data.unit": "author",
-            "data.max_examples_per_unit": 4,
-        }
-    )
-    some = [{**row, "author": f"p{number % 20}"} for number, row in enumerate(rows())]
-    tiny.write_rows(place.train, some)
-    fails_in_step(monkeypatch, 2)
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe)
+    owners = {"data.unit": "author", "data.max_examples_per_unit": 4}
+    place.write({"train.steps": 3, "train.checkpoint_every": 1, "train.batch_size": 4, **owners})
+    owned_rows = [{**row, "author": f"p{number % 20}"} for number, row in enumerate(rows())]
+    tiny.write_rows(place.train, owned_rows)
+    train_until(monkeypatch, 2, place.recipe)
     taken = charged(place)
-    others = [{**row, "author": f"p{(number + number // 20) % 20}"} for number, row in enumerate(some)]
+    others = [{**row, "author": f"p{(number + number // 20) % 20}"} for number, row in enumerate(owned_rows)]
     tiny.write_rows(place.train, others)
-    answer = dpllm_("train", place.recipe, "--resume")
-    assert answer.code == 3
-    assert "other units than the run began with" in answer.err
+    assert "other units than the run began with" in refused("train", place.recipe, "--resume", code=3)
     assert charged(place) == taken
-    tiny.write_rows(place.train, some)
+    tiny.write_rows(place.train, owned_rows)
     done("train", place.recipe, "--resume")
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(
-    terminated: tuple[Place, int, str], tmp_path: Path
-) -> None:
-    place = copy(terminated[0], tmp_path / "copy")
-    weights = newest(place) / "trainable.safetensors"
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(terminated: Place) -> None:
+    weights = newest(terminated) / "trainable.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
-    answer = done("train", place.recipe, "--resume")
+    answer = done("train", terminated.recipe, "--resume")
     assert "Resumed: the newest checkpoint was damaged; the one before it, of step 2, was used." in answer.out
     assert "Resumed: 1 charged steps were lost in a crash and are not repeated." in answer.out
     assert f"{TOTAL - 1} of {TOTAL}; 1 more were charged and lost" in answer.out
-    record = place.json("run.json")
+    record = terminated.json("run.json")
     assert (record["steps_taken"], record["steps_lost"]) == (TOTAL, 1)
     assert any("the newest checkpoint was damaged" in note and "step 2" in note for note in record["deviations"])
     assert any("1 charged steps were lost" in note for note in record["deviations"])
-    assert charged(place) == (1, TOTAL)
+    assert charged(terminated) == (1, TOTAL)
 
 
-# --- SIGKILL ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_killed_run_claims_nothing_and_stays_charged(killed: tuple[Place, int, str]) -> None:
-    place, code, _ = killed
+def test_a_killed_run_claims_nothing_and_stays_charged(stopped: dict[str, tuple[Place, int, str]]) -> None:
+    place, code, _ = stopped["SIGKILL"]
     assert code == -9
     record = place.json("run.json")
     assert (record["status"], record["steps_taken"]) == ("interrupted", None)
@@ -275,8 +241,8 @@ def test_a_killed_run_claims_nothing_and_stays_charged(killed: tuple[Place, int,
         assert ledger.spent("notes") == pytest.approx(place.json("plan.json")["epsilon"])
 
 
-def test_steps_that_were_charged_and_lost_are_not_repeated(killed: tuple[Place, int, str], tmp_path: Path) -> None:
-    place = copy(killed[0], tmp_path / "copy")
+def test_steps_that_were_charged_and_lost_are_not_repeated(killed: Place) -> None:
+    place = killed
     assert json.loads((newest(place) / "state.json").read_text())["step"] == 2
     untrained = loss_before(place)
     done("train", place.recipe, "--resume")
@@ -286,12 +252,10 @@ def test_steps_that_were_charged_and_lost_are_not_repeated(killed: tuple[Place, 
     assert record["guarantee"]["holds"] is True
     assert any("1 charged steps were lost" in note for note in record["deviations"])
     assert charged(place) == (1, TOTAL)
-    done("card", place.run)
-    block, card = place.json("export/privacy.json"), (place.run / "export" / "README.md").read_text("utf-8")
-    assert block["steps"] == {"planned": TOTAL, "taken": TOTAL, "lost": 1}
-    assert f"| Steps | {TOTAL - 1} taken of {TOTAL} planned; 1 more were charged, and lost in a crash |" in card
-    assert "0 failed" in done("verify", place.run).out
-    (place.run / "run.json").write_text(json.dumps({**record, "steps_lost": 0}), encoding="utf-8")
+    assert "0 failed" in place.does("card", "verify")
+    assert place.json("export/privacy.json")["steps"] == {"planned": TOTAL, "taken": TOTAL, "lost": 1}
+    assert f"| Steps | {TOTAL - 1} taken of {TOTAL} planned; 1 more were charged, and lost in a crash |" in place.card
+    edit_json(place.run / "run.json", steps_lost=0)
     assert "failed    run: steps.lost" in dpllm_("verify", place.run).out
 
 
@@ -305,8 +269,8 @@ main(["train", *sys.argv[1:]])
 
 
 @pytest.mark.full
-def test_steps_that_are_lost_in_several_crashes_are_all_counted(killed: tuple[Place, int, str], tmp_path: Path) -> None:
-    place = copy(killed[0], tmp_path / "copy")
+def test_steps_that_are_lost_in_several_crashes_are_all_counted(killed: Place) -> None:
+    place = killed
     for _ in range(2):  # each charges one step and dies in it, so that one more is lost
         assert python(KILLED_AT_ONCE, place.recipe, "--resume").returncode == -9
     done("train", place.recipe, "--resume")
@@ -317,35 +281,26 @@ def test_steps_that_are_lost_in_several_crashes_are_all_counted(killed: tuple[Pl
     assert open_run(RunDir(place.run)).epsilon == plan["epsilon"]  # as if none had been lost
 
 
-def test_one_process_trains_in_a_run_directory(killed: tuple[Place, int, str], tmp_path: Path) -> None:
-    place = copy(killed[0], tmp_path / "copy")
-    before = contents(place.run)
+def test_one_process_trains_in_a_run_directory(killed: Place) -> None:
+    place, before = killed, contents(killed.run)
     with RunDir(place.run).locked():
         for flag in ("--resume", "--overwrite"):
-            answer = dpllm_("train", place.recipe, flag)
-            assert (answer.code, "another process writes there" in answer.err) == (2, True)
+            assert "another process writes there" in refused("train", place.recipe, flag)
     assert contents(place.run).keys() - before.keys() <= {".lock"}
     done("train", place.recipe, "--resume")
     assert not (place.run / ".lock").exists()
 
 
-# --- in this process -------------------------------------------------------------------------------------------------
-
-
 def test_a_complete_run_is_not_resumed(finished: Place, tmp_path: Path) -> None:
     place = copy(finished, tmp_path / "copy")
     before = contents(place.run)
-    answer = dpllm_("train", place.recipe, "--resume")
-    assert answer.code == 2
-    assert "nothing to resume" in answer.err
+    assert "nothing to resume" in refused("train", place.recipe, "--resume")
     assert contents(place.run) == before
 
 
 def test_a_baseline_resumes_without_a_ledger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.write({"privacy.enabled": False, "data.public": True, "train.checkpoint_every": 1})
-    begun = fails_in_step(monkeypatch, 3)
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe)
+    begun = train_until(monkeypatch, 3, place.recipe)
     assert place.json("run.json")["steps_taken"] == 2
     done("train", place.recipe, "--resume")
     record = place.json("run.json")

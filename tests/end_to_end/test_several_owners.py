@@ -1,4 +1,4 @@
-"""Mail, whose rows have several owners: plan, ledger, audit, card and verification say what is protected and what is public."""
+"""Units of whole runs: mail, whose rows have several owners, and rows that are drawn one by one for all of an author."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tiny
-from running import Place, done, dpllm_, rows
+from running import NUM_ROWS, Place, done, refused, rows
 
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.events import dp_sgd_event, read
@@ -36,18 +36,16 @@ def test_a_run_on_mail_says_what_is_protected_and_what_is_public(mail: Place) ->
     words = " ".join(done("plan", mail.recipe).out.replace("│", " ").split())
     assert "40 of 45, so that each of 54 owners has at most 1" in words
     assert "who wrote to whom is not protected, what was written is" in words
-    done("train", mail.recipe)
-    done("audit", mail.run)
-    done("card", mail.run)
+    mail.does("train", "audit", "card")
     plan = mail.json("plan.json")
     assert (plan["neighbouring_relation"], plan["dataset_size"], plan["canary_slots"]) == (GRAPH, 60, 20)
-    card = " ".join((mail.run / "export" / "README.md").read_text(encoding="utf-8").split())
-    assert "Who wrote to whom is not protected; what was written is." in card
+    card = " ".join(mail.card.split())
+    for words in ("Who wrote to whom is not protected; what was written is.", "by who has which row, and by no text"):
+        assert words in card
     assert "that it was used" not in card
-    assert "chosen by who has which row, and by no text" in card
-    statement = json.loads((mail.run / "export" / "privacy.json").read_text(encoding="utf-8"))
+    statement = mail.json("export/privacy.json")
     assert any("who wrote to whom" in line for line in statement["not_covered"])
-    assert dpllm_("verify", mail.run).code == 0
+    done("verify", mail.run)
 
 
 def test_one_row_each_costs_what_rows_cost_and_more_what_groups_cost(mail: Place) -> None:
@@ -68,59 +66,56 @@ def test_one_row_each_costs_what_rows_cost_and_more_what_groups_cost(mail: Place
 
 
 def test_more_rows_of_one_owner_need_a_final_reservation(mail: Place) -> None:
-    words = (
-        "--epsilon",
-        9,
-        "--delta",
-        1e-3,
-        "--unit",
-        "people",
-        "--reason",
-        "mail",
-        "--by",
-        "a",
-        "--ledger",
-        mail.ledger,
-    )
-    done("ledger", "init", "notes", *words, "--relation", GRAPH, "--data", mail.train)
+    words = ("--epsilon", 9, "--delta", 1e-3, "--unit", "people", "--reason", "mail", "--by", "a")
+    done("ledger", "init", "notes", *words, "--ledger", mail.ledger, "--relation", GRAPH, "--data", mail.train)
     mail.write({**MAIL, "data.max_examples_per_unit": 2, "data.sampling": "example"})
-    refused = dpllm_("train", mail.recipe)
-    assert refused.code == 3
-    assert "--final" in refused.err
+    assert "--final" in refused("train", mail.recipe, code=3)
     done("train", mail.recipe, "--final")
     plan = mail.json("plan.json")
     assert plan["event"]["event"]["group_size"] == 2
     assert plan["epsilon"] == epsilon(read(plan["event"]), plan["delta"], GRAPH)
-    done("card", mail.run)
-    assert dpllm_("verify", mail.run).code == 0
+    mail.does("card", "verify")
 
 
 def test_another_relation_is_another_account(mail: Place) -> None:
     done("train", mail.recipe)
-    other = dpllm_(
-        "plan", mail.recipe, "--data.unit", "example", "--data.owners", "one", "--data.max_examples_per_unit", "null"
-    )
-    assert other.code == 3
-    assert "data.owners" in other.err
+    alone = ("--data.unit", "example", "--data.owners", "one", "--data.max_examples_per_unit", "null")
+    assert "data.owners" in refused("plan", mail.recipe, *alone, code=3)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("describe", "RECIPE", "--units", "--epsilon", 1),
-        ("synthesize", "RECIPE", "--by", "inference", "--epsilon", 1, "--rows", 1, "--output", "out"),
-    ],
-    ids=lambda words: words[0],
-)
-def test_what_counts_whole_people_is_refused(mail: Place, words: tuple[object, ...]) -> None:
-    answer = dpllm_(*(mail.recipe if word == "RECIPE" else word for word in words), "--dry-run")
-    assert answer.code == 2
-    assert "data.owners: several, and" in answer.err
-    assert "set data.owners: one" in answer.err
-
-
-def test_a_canary_of_more_rows_than_an_owner_keeps_is_refused(mail: Place) -> None:
+def test_what_counts_whole_people_is_refused(mail: Place) -> None:
+    by_inference = ("--by", "inference", "--rows", 1, "--output", "out")
+    for command, *more in (("describe", "--units"), ("synthesize", *by_inference)):
+        message = refused(command, mail.recipe, *more, "--epsilon", 1, "--dry-run")
+        assert "data.owners: several, and" in message
+        assert "set data.owners: one" in message
     mail.write({**MAIL, "audit.canaries": {"groups": {4: 5}, "references": 100}})
-    answer = dpllm_("plan", mail.recipe)
-    assert answer.code == 2
-    assert "of which only data.max_examples_per_unit (1) rows train" in " ".join(answer.err.split())
+    assert "of which only data.max_examples_per_unit (1) rows train" in refused("plan", mail.recipe)
+
+
+# --- rows drawn and clipped one by one -------------------------------------------------------------------------------
+
+
+def test_a_run_that_samples_rows_is_accounted_for_units(place: Place) -> None:
+    people, cap = 12, 2
+    tiny.write_rows(place.train, [{**row, "author": f"p{n % people}"} for n, row in enumerate(rows())])
+    place.write({"data.unit": "author", "data.max_examples_per_unit": cap, "data.sampling": "example"})
+    done("train", place.recipe)
+    plan, record = place.json("plan.json"), place.json("run.json")
+    assert NUM_ROWS > people * cap == plan["dataset_size"]
+    assert plan["sampling"] == "example"
+    step = plan["event"]["event"]
+    assert (step["type"], step["group_size"]) == ("poisson_sampled_group", cap)
+    assert plan["epsilon"] == epsilon(read(plan["event"]), plan["delta"], plan["neighbouring_relation"]) <= 8.0
+    assert plan["cross_check"] is None
+    assert record["guarantee"]["holds"]
+    done("card", place.run)
+    card = " ".join(place.card.split())
+    one_by_one = "Rows are drawn and clipped one by one; ε is for all rows of a unit together"
+    for words in (
+        f"N = {people * cap} rows, public",
+        one_by_one,
+        "none supports this event",
+        "the gradient of each row",
+    ):
+        assert words in card

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from ledger_stores import adopt
-from published import replanned
+from published import edit, replanned
 from rich.console import Console
-from running import SENTINEL, Place, contents, done, make_place
+from running import SENTINEL, Place, contents, done, edit_json, make_place
 
 from dpllm import ledger
 from dpllm.auditing import shadows
@@ -62,12 +62,10 @@ def book_of(place: Place) -> bytes:
 def shadowed(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> tuple[Place, dict[str, object]]:
     """A run on public data, and the report from two shadows of it; read only."""
     place = make_place(tmp_path_factory.mktemp("shadowed"), base, QUICK)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(data_home))
-        done("train", place.recipe)
-        before = contents(place.run / "export"), book_of(place)
-        report = audit(place, 2)
-        assert (contents(place.run / "export"), book_of(place)) == before
+    done("train", place.recipe)
+    before = contents(place.run / "export"), book_of(place)
+    report = audit(place, 2)
+    assert (contents(place.run / "export"), book_of(place)) == before
     return place, report
 
 
@@ -96,15 +94,12 @@ def test_a_shadow_is_the_run_with_other_coins_sample_and_noise(shadowed: tuple[P
 
 def test_everything_about_shadows_stays_private(shadowed: tuple[Place, dict[str, object]]) -> None:
     place, report = shadowed
-    folder = place.run / "private" / "shadows"
-    for path in (folder, *(run.root for run in folders(place)), *(run.private for run in folders(place))):
+    first, second = folders(place)
+    for path in (first.root.parent, first.root, first.private, second.root, second.private):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
-    plan = canaries.load(place.run / "private" / "canaries.json")
-    said = json.dumps(report, allow_nan=False)
-    for item in (*plan.canaries, *plan.references):
-        assert item.secret not in said
-        assert item.carrier not in said
-    assert SENTINEL not in said
+    plan, report_text = canaries.load(RunDir(place.run).canaries), json.dumps(report, allow_nan=False)
+    texts = [text for canary in (*plan.canaries, *plan.references) for text in (canary.secret, canary.carrier)]
+    assert not [text for text in (*texts, SENTINEL) if text in report_text]
 
 
 def test_scores_are_those_of_each_shadow_and_its_own_coins(shadowed: tuple[Place, dict[str, object]]) -> None:
@@ -140,21 +135,19 @@ def test_finished_shadows_are_kept_and_unfinished_ones_started_over(
     shutil.copytree(shadowed[0].root, place.root)  # the run's path is no part of what a shadow is
     adopt(place.run / "private" / "shadows" / "ledger.sqlite")
     first, second = folders(place)
-    kept = contents(first.root)
-    # As a killed process leaves it.
-    record = json.loads(second.run.read_text("utf-8"))
-    second.run.write_text(json.dumps({**record, "status": "interrupted"}), encoding="utf-8")
+    before = contents(first.root)
+    edit_json(second.run, status="interrupted")  # as a killed process leaves it
     coins = [canary.inserted for canary in canaries.load(second.canaries).canaries]
     out = io.StringIO()
     audit(place, 2, Console(file=out, width=120))
     assert "Shadow 1 of 2: trained earlier" in out.getvalue()
     assert "Shadow 2 of 2: trained\n" in out.getvalue()
-    assert contents(first.root) == kept
+    assert contents(first.root) == before
     assert read_json(second.run)["status"] == "completed"
-    again = canaries.load(second.canaries)
-    assert again.commitment == read_json(second.plan)["canary_commitment"]
-    assert [canary.inserted for canary in again.canaries] != coins  # equal once in 65,536 times
-    second.run.write_text(json.dumps({**record, "status": "interrupted"}), encoding="utf-8")
+    new_plan = canaries.load(second.canaries)
+    assert new_plan.commitment == read_json(second.plan)["canary_commitment"]
+    assert [canary.inserted for canary in new_plan.canaries] != coins  # equal once in 65,536 times
+    edit_json(second.run, status="interrupted")
     monkeypatch.setattr(shadows, "train", lambda config, console: SimpleNamespace(status="interrupted"))
     with pytest.raises(DpllmError, match="shadow 2 of 2 was interrupted"):
         audit(place, 2)
@@ -202,22 +195,21 @@ def test_a_run_that_no_shadow_can_be_like_is_refused_and_public_data_with_a_budg
     run = RunDir(place.run)
     record = run.run.read_text("utf-8")
     for changed in ({"status": "interrupted"}, {"resumes": ["1 charged steps were lost"]}):
-        run.run.write_text(json.dumps({**json.loads(record), **changed}), encoding="utf-8")
+        edit_json(run.run, **changed)
         with pytest.raises(ConfigError, match="without --shadows"):
             shadows.may_train(open_run(run))
-    run.run.write_text(record, encoding="utf-8")
-    rows = place.train.read_text("utf-8")
-    place.train.write_text(rows.replace("red boat", "raft"), encoding="utf-8")
+        run.run.write_text(record, encoding="utf-8")
+    edit(place.train, "red boat", "raft")
     shutil.rmtree(run.private / "cache", ignore_errors=True)
     with pytest.raises(ConfigError, match="another mechanism"):
         shadows.may_train(open_run(run))
-    place.train.write_text(rows, encoding="utf-8")
+    edit(place.train, "raft", "red boat")
     shutil.rmtree(run.private / "cache", ignore_errors=True)
     shadows.may_train(open_run(run))
-    own = ("--ledger", place.ledger, "--by", "Ada", "--reason", "a test")
+    options = ("--ledger", place.ledger, "--by", "Ada", "--reason", "a test")
     budget = ("--epsilon", 20, "--delta", 1e-3, "--data", place.train)
     for change in (("init", "notes", *budget), ("except", "notes")):
-        done("ledger", *change, *own)
+        done("ledger", *change, *options)
         with pytest.raises(Refused, match="has a privacy budget"):
             shadows.may_train(open_run(run))
 

@@ -10,14 +10,13 @@ from unittest.mock import Mock
 
 import pytest
 import tiny
-from running import SENTINEL, STEPS, Answer, Place, contents, done, dpllm_, make_place
+from running import CANARIES, SENTINEL, STEPS, Answer, Place, contents, done, dpllm_, edit_json, make_place, refused
 
 from dpllm.errors import DpllmError, Refused
 from dpllm.ledger import Ledger
 from dpllm.ledger.admission import group_total
 from dpllm.privacy.banded import LearningRate
 
-CANARIES = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
 SWEEP = "[/]sweep"  # a name that rich would read as markup
 WRONG, REFUSED = 2, 3
 WRONG_LISTS = ("1,x,3", "1,,3", "1,-3", "0,1", "nan,1", "true", "null", "3", "inf", "3,3.0")
@@ -25,15 +24,12 @@ WRONG_LISTS = ("1,x,3", "1,,3", "1,-3", "0,1", "nan,1", "true", "null", "3", "in
 
 def rows(count: int, start: int = 0) -> list[dict[str, str]]:
     """Each prompt stands twice, with two references."""
-    texts = [tiny.sentence(number) for number in range(start, start + count)]
-    return [
-        {"prompt": f"{SENTINEL}. note {number // 2}:", "completion": text} for number, text in enumerate(texts, start)
-    ]
+    numbers = range(start, start + count)
+    return [{"prompt": f"{SENTINEL}. note {n // 2}:", "completion": tiny.sentence(n)} for n in numbers]
 
 
 def make(root: Path, base: Path, **changes: object) -> Place:
-    settings = {"data.public": True, "output_dir": str(root / SWEEP), **changes}
-    place = make_place(root, base, settings)
+    place = make_place(root, base, {"data.public": True, "output_dir": str(root / SWEEP), **changes})
     tiny.write_rows(place.train, rows(40))
     return place
 
@@ -45,6 +41,10 @@ def place(tmp_path: Path, base: Path) -> Place:
 
 def swept_to(place: Place, epsilons: str, *more: object) -> Answer:
     return dpllm_("sweep", place.recipe, "--privacy.epsilon", epsilons, *more)
+
+
+def refusal_of_sweep(place: Place, epsilons: str, *more: object, code: int = REFUSED) -> str:
+    return refused("sweep", place.recipe, "--privacy.epsilon", epsilons, *more, code=code)
 
 
 def budget(place: Place, epsilon: float, *terms: object) -> None:
@@ -85,20 +85,15 @@ def test_every_run_is_trained_audited_carded_and_compared(swept: tuple[Place, An
     assert isinstance(ledger, dict)
     assert value["group"] == ledger["group"]
     assert f"The 2 runs of tuning group {value['group']['name']} come to epsilon" in " ".join(answer.out.split())
-    assert {path.name for path in (root / "compare").iterdir()} == {
-        "comparison.json",
-        "comparison.md",
-        "comparison.png",
-    }
+    assert contents(root / "compare").keys() == {f"comparison.{kind}" for kind in ("json", "md", "png")}
 
 
 def test_no_text_of_a_row_leaves_private(swept: tuple[Place, Answer]) -> None:
     place, answer = swept
     root = place.root / SWEEP
     assert SENTINEL not in answer.out + answer.err
-    for path in root.rglob("*"):
-        if path.is_file() and "cache" not in path.parts:
-            assert SENTINEL.encode() not in path.read_bytes() or path.name == "canaries.json", path
+    files = {name: text for name, text in contents(root).items() if "/cache/" not in name}
+    assert {Path(name).name for name, text in files.items() if SENTINEL.encode() in text} <= {"canaries.json"}
 
 
 def test_no_figure_of_private_evaluation_data_stands_in_job_logs(swept: tuple[Place, Answer]) -> None:
@@ -115,10 +110,8 @@ def test_the_ledger_holds_one_group_and_each_run_its_total(swept: tuple[Place, A
     place, _ = swept
     with Ledger(place.ledger) as book:
         ((name, runs),) = book.account("notes").groups().items()
-        assert [(run.reservation.run, run.state) for run in runs] == [
-            (f"{name}/eps-2", "completed"),
-            (f"{name}/eps-8", "completed"),
-        ]
+        states = [(run.reservation.run, run.state) for run in runs]
+        assert states == [(f"{name}/{run}", "completed") for run in ("eps-2", "eps-8")]
         total = group_total(book.account("notes"), name)
         kinds = [entry.kind for entry in book.history("notes")]
         assert kinds[:3] == ["data", "reserve", "reserve"]  # before the first step
@@ -129,28 +122,22 @@ def test_the_ledger_holds_one_group_and_each_run_its_total(swept: tuple[Place, A
         assert total["epsilon"] == pytest.approx(ledger["spent_epsilon"])
     assert record(place, "eps-inf")["ledger"] is None
     assert f"Tuning group {name}" in done("ledger", "show", "--ledger", place.ledger).out
-    assert "One of 3 runs that differ in privacy.epsilon alone (2, 8, inf)" in (
-        place.root / SWEEP / "eps-8" / "config.yaml"
-    ).read_text().replace("\n    ", " ")
+    recipe = (place.root / SWEEP / "eps-8" / "config.yaml").read_text().replace("\n    ", " ")
+    assert "One of 3 runs that differ in privacy.epsilon alone (2, 8, inf)" in recipe
 
 
 def test_a_finished_sweep_is_kept(swept: tuple[Place, Answer]) -> None:
     place, _ = swept
-    root = place.root / SWEEP
-    before = {name: text for name, text in contents(root).items() if "compare" not in name and "README" not in name}
-    head = json.loads(done("ledger", "export", "--ledger", place.ledger).out)["head"]
-    again = swept_to(place, "2,8,inf", "--resume", "--tasks", 3)
-    assert again.code == 0, again.err
-    after = contents(root)
-    changed = [name for name in before if after[name] != before[name] and "privacy.json" not in name]
-    assert changed == []
-    assert json.loads(done("ledger", "export", "--ledger", place.ledger).out)["head"] == head
+    before, head = contents(place.root / SWEEP), place.head()
+    resumed = swept_to(place, "2,8,inf", "--resume", "--tasks", 3)
+    assert resumed.code == 0, resumed.err
+    after, derived = contents(place.root / SWEEP), ("compare", "README", "privacy.json")
+    changed = [name for name in before if after[name] != before[name]]
+    assert [name for name in changed if not any(word in name for word in derived)] == []
+    assert place.head() == head
     assert "already holds a sweep" in swept_to(place, "2,8,inf").err
     assert "other epsilons" in swept_to(place, "2,8", "--resume").err
     assert "another recipe" in swept_to(place, "2,8,inf", "--resume", "--train.steps", 9).err
-
-
-# --- refused before anything is trained ------------------------------------------------------------------------------
 
 
 def untouched(place: Place) -> bool:
@@ -161,22 +148,17 @@ def untouched(place: Place) -> bool:
 
 def test_without_privacy_only_public_data_are_swept(tmp_path: Path, base: Path) -> None:
     place = make(tmp_path / "place", base, **{"data.public": False})
-    answer = swept_to(place, "2,inf")
-    assert answer.code == REFUSED
-    assert "not declared public" in answer.err
+    assert "not declared public" in refusal_of_sweep(place, "2,inf")
     assert not place.ledger.exists()
     assert not list((place.root / SWEEP).glob("eps-*"))
 
 
 def test_data_that_change_while_a_sweep_is_planned_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-
     def meanwhile(config: object) -> None:
-        place.train.write_text("".join(place.train.read_text("utf-8").splitlines(keepends=True)[:10]), encoding="utf-8")
+        tiny.write_rows(place.train, rows(10))
 
     monkeypatch.setattr("dpllm.comparison.sweep._check_model", meanwhile)
-    answer = swept_to(place, "2,4")
-    assert answer.code == REFUSED
-    assert "changed while the sweep was planned" in answer.err
+    assert "changed while the sweep was planned" in refusal_of_sweep(place, "2,4")
     with Ledger(place.ledger) as book:
         assert not book.datasets()
 
@@ -187,9 +169,7 @@ def test_what_the_base_model_forbids_is_refused_first(place: Place, monkeypatch:
             raise Refused("a model with differential privacy may not be continued without it.")
 
     monkeypatch.setattr("dpllm.statement.lineage.compose_with_base", settle)
-    answer = swept_to(place, "2,inf")
-    assert answer.code == REFUSED
-    assert "may not be continued" in answer.err
+    assert "may not be continued" in refusal_of_sweep(place, "2,inf")
     assert not place.ledger.exists()
 
 
@@ -203,30 +183,20 @@ def test_what_the_base_model_forbids_is_refused_first(place: Place, monkeypatch:
         ("1,3", ("--resume",), "holds no sweep to resume"),
         ("1,3", ("--tasks", -1), "cannot be negative"),
         ("1,3", ("--train.stepz", 3), "did you mean steps?"),
-        (
-            "2,8",
-            ("--data.max_length", 4096),
-            "more than the 128 positions",
-        ),  # of the model, before anything is reserved
+        ("2,8", ("--data.max_length", 4096), "more than the 128 positions"),  # of the model
         ("2,8", ("--adapter.target_modules", "[nonesuch]"), "matches no layer"),
     ],
 )
 def test_what_no_sweep_takes_is_said_before_anything_is_reserved(
     place: Place, epsilons: str, more: tuple[object, ...], words: str
 ) -> None:
-    answer = swept_to(place, epsilons, *more)
-    assert answer.code == WRONG
-    assert words in answer.err
-    assert more or len(answer.err.splitlines()) == 1
+    assert words in refusal_of_sweep(place, epsilons, *more, code=WRONG)
     assert not place.ledger.exists()
 
 
 def test_several_processes_do_not_each_sweep(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "dpllm sweep without a launcher" in swept_to(place, "1,3").err
-
-
-# --- interrupted -----------------------------------------------------------------------------------------------------
 
 
 def test_an_interrupted_sweep_goes_on_with_what_was_reserved(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,13 +237,11 @@ def test_an_interrupted_sweep_goes_on_with_what_was_reserved(place: Place, monke
 
 
 def test_a_run_that_fails_leaves_the_others_their_places(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-
     monkeypatch.setattr("dpllm.run.loop.train", Mock(side_effect=DpllmError("the machine went away")))
     answer = swept_to(place, "2,8")
     assert answer.code == 1
     assert "type --resume to go on" in answer.out
-    with Ledger(place.ledger) as book:
-        assert [run.state for run in book.runs("notes")] == ["reserved", "reserved"]
+    assert [run.state for run in place.runs()] == ["reserved", "reserved"]
 
 
 def test_a_contradicted_promise_ends_with_its_own_code_once_all_is_written(
@@ -302,20 +270,16 @@ def test_a_run_that_lost_its_steps_is_not_trained_for_nothing(place: Place, monk
     with monkeypatch.context() as patch:
         patch.setattr("dpllm.run.loop.train", dies_after_a_step)
         assert swept_to(place, "2,8").code == 1
-    answer = swept_to(place, "2,8", "--resume")
-    assert answer.code == REFUSED
-    assert "is running after 1 of" in answer.err
-    assert "start another sweep" in answer.err
+    message = refusal_of_sweep(place, "2,8", "--resume")
+    assert "is running after 1 of" in message
+    assert "start another sweep" in message
     with Ledger(place.ledger) as book:  # killed between the ledger's last word and run.json
         book.finish(book.runs("notes")[0].reservation.entry, "completed")
-    answer = swept_to(place, "2,8", "--resume")
-    assert answer.code == REFUSED
-    assert "is completed after 1 of" in answer.err
+    assert "is completed after 1 of" in refusal_of_sweep(place, "2,8", "--resume")
 
 
 def reserved_only(place: Place, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A sweep that was killed between its reservations and its first run; returns its sweep.json."""
-
     with monkeypatch.context() as patch:
         patch.setattr("dpllm.comparison.sweep._train", Mock(side_effect=DpllmError("killed")))
         assert swept_to(place, "2,8").code == 1
@@ -325,25 +289,15 @@ def reserved_only(place: Place, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_other_peoples_rows_are_not_trained_on_what_was_reserved(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     reserved_only(place, monkeypatch)
     tiny.write_rows(place.train, rows(40, start=1000))
-    answer = swept_to(place, "2,8", "--resume")
-    assert answer.code == REFUSED
-    assert "no longer holds the records" in answer.err
-    with Ledger(place.ledger) as book:
-        assert [run.steps for run in book.runs("notes")] == [0, 0]
+    assert "no longer holds the records" in refusal_of_sweep(place, "2,8", "--resume")
+    assert [run.steps for run in place.runs()] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"group": 5}, {"group": None}],
-)
-def test_a_damaged_state_is_not_trained_from(
-    place: Place, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
-) -> None:
+def test_a_damaged_state_is_not_trained_from(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     state = reserved_only(place, monkeypatch)
-    state.write_text(json.dumps({**json.loads(state.read_text()), **change}))
-    answer = swept_to(place, "2,8", "--resume")
-    assert answer.code == WRONG
-    assert "sweep.json was edited" in answer.err
+    for wrong in (5, None):
+        edit_json(state, group=wrong)
+        assert "sweep.json was edited" in refusal_of_sweep(place, "2,8", "--resume", code=WRONG)
 
 
 def test_what_changes_no_promise_may_change_when_a_sweep_goes_on(
@@ -351,12 +305,10 @@ def test_what_changes_no_promise_may_change_when_a_sweep_goes_on(
 ) -> None:
     """A port that is taken, or memory that does not suffice, must not use up a budget."""
     place = make(tmp_path / "place", base, **{"telemetry.textfile": str(tmp_path / "nowhere")})
-    answer = swept_to(place, "2,8")
-    assert "is no directory" in answer.err
-    seen = []
-    monkeypatch.setattr("dpllm.comparison.sweep._train", lambda point, entry, console: seen.append(entry))
+    assert "is no directory" in swept_to(place, "2,8").err
+    train = Mock()
+    monkeypatch.setattr("dpllm.comparison.sweep._train", train)
     monkeypatch.setattr("dpllm.comparison.sweep._audit", lambda points, console: [])
     other = ("--telemetry.textfile", "null", "--train.tokens_per_pass", 512, "--train.checkpoint_every", 1)
     assert "another recipe" not in swept_to(place, "2,8", "--resume", *other).err
-    with Ledger(place.ledger) as book:
-        assert seen == [run.reservation.entry for run in book.runs("notes")]
+    assert [call.args[1] for call in train.call_args_list] == [run.reservation.entry for run in place.runs()]

@@ -15,7 +15,7 @@ import hub_stand_in
 import pytest
 import tiny
 from published import carry, read
-from running import Place, contents, done, dpllm_, edit_recipe, make_place
+from running import Place, contents, done, dpllm_, edit_recipe, make_place, refused, results
 
 import dpllm
 from dpllm.card.synthetic import Synthetic
@@ -43,18 +43,15 @@ def small_batches() -> Any:
         yield
 
 
-def coded_rows() -> list[Json]:
-    visits = ("home", "clinic", "elsewhere")
-    return [
-        {"text": tiny.sentence(n), "visit": visits[n % 3], "age": "old" if n % 4 else "young"} for n in range(40)
-    ]  # fmt: skip
-
-
 @pytest.fixture(scope="session")
 def coded(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Place:
     """A run with control codes, and their released shares on its card; read only."""
     place = make_place(tmp_path_factory.mktemp("coded"), base)
-    tiny.write_rows(place.train, coded_rows())
+    visits = ("home", "clinic", "elsewhere")
+    tiny.write_rows(
+        place.train,
+        [{"text": tiny.sentence(n), "visit": visits[n % 3], "age": "old" if n % 4 else "young"} for n in range(40)],
+    )
     place.write({"data.control": CODES})
     done("describe", place.recipe, "--epsilon", 2, "--shares", SHARES, "--output", place.root / "describe.json")
     done("train", place.recipe)
@@ -81,31 +78,23 @@ def test_the_folder_and_its_record(finished: Place, tmp_path: Path) -> None:
     assert all(list(row) == ["text"] and row["text"] for row in rows)
     result = Synthetic.pick(record)
     assert result.to_json() == record
-    assert (result.rows, result.columns, result.control, result.shares, result.prompts) == (
-        9,
-        ("text",),
-        (),
-        None,
-        None,
-    )
-    assert result.sampling.to_json() == {
-        "engine": "transformers", "temperature": 1.0, "top_p": 1.0, "max_new_tokens": 8, "seed": 3,
-    }  # fmt: skip
+    assert (result.rows, result.columns, result.control) == (9, ("text",), ())
+    assert result.shares is result.prompts is None
+    sampling = {"engine": "transformers", "temperature": 1.0, "top_p": 1.0, "max_new_tokens": 8, "seed": 3}
+    assert result.sampling.to_json() == sampling
     assert result.attempts == 9 + sum(result.dropped.values())
     assert set(result.dropped) == {"empty", draft.DUPLICATE}
     copied = ("run/README.md", "run/privacy.json", "run/privacy.svg")
-    own = {name: sha256(finished.run / "export" / Path(name).name) for name in copied}
-    assert result.files == own | {"data/train.jsonl": sha256(tmp_path / "new" / "set" / "data" / "train.jsonl")}
+    hashes = {name: sha256(finished.run / "export" / Path(name).name) for name in copied}
+    assert result.files == hashes | {"data/train.jsonl": sha256(tmp_path / "new" / "set" / "data" / "train.jsonl")}
     assert {name: sha256(tmp_path / "new" / "set" / name) for name in result.files} == result.files
     assert (tmp_path / "new" / "set" / "README.md").is_file()
 
 
 def test_a_seed_decides_and_python_writes_the_same(finished: Place, tmp_path: Path) -> None:
     first = made(finished.run, tmp_path / "a", *FEW)
-    again = dpllm.synthesize(
-        finished.run, 9, tmp_path / "b", quality=False, max_new_tokens=8, keep_unfinished=True, seed=3
-    )
-    assert contents(again) == contents(tmp_path / "a")
+    settings = {"quality": False, "max_new_tokens": 8, "keep_unfinished": True, "seed": 3}
+    assert contents(dpllm.synthesize(finished.run, 9, tmp_path / "b", **settings)) == contents(tmp_path / "a")
     assert made(finished.run, tmp_path / "c", *FEW, "--seed", 4)[0] != first[0]
     drawn = [made(finished.run, tmp_path / name, *UNSEEDED) for name in "de"]
     assert drawn[0][0] != drawn[1][0]
@@ -123,15 +112,14 @@ def test_texts_are_those_of_generate(finished: Place, tmp_path: Path) -> None:
 # --- interruption ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seeded", [True, False])
-@pytest.mark.parametrize("torn", [b"", b'{"texts": {"7": "ha'])
+@pytest.mark.parametrize(("seeded", "torn"), [(True, b""), (False, b'{"texts": {"7": "ha')])
 def test_an_interrupted_data_set_ends_in_the_same_bytes(
     finished: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeded: bool, torn: bytes
 ) -> None:
     order = (*(FEW if seeded else UNSEEDED), "--min-words", 2)
     monkeypatch.setattr(synthesize.secrets, "randbits", lambda bits: 77)
-    whole = tmp_path / "whole"
-    made(finished.run, whole, *order)
+    uninterrupted = tmp_path / "whole"
+    made(finished.run, uninterrupted, *order)
     sample, calls = generate.sample, []
 
     def breaks(*arguments: Any, **settings: Any) -> Any:
@@ -148,12 +136,12 @@ def test_an_interrupted_data_set_ends_in_the_same_bytes(
     left = tmp_path / ".part.draft.jsonl"
     with open(left, "ab") as file:
         file.write(torn)
-    other = dpllm_("synthesize", finished.run, "--output", part, *order, "--temperature", 0.5, "--min-words", 1)
-    assert other.code == 2
-    assert "another min_words, temperature" in other.err
+    assert "another min_words, temperature" in refused(
+        "synthesize", finished.run, "--output", part, *order, "--temperature", 0.5, "--min-words", 1
+    )
     monkeypatch.setattr(synthesize.secrets, "randbits", lambda bits: 78)  # the draft's seed counts
     made(finished.run, part, *order)
-    assert contents(part) == contents(whole)
+    assert contents(part) == contents(uninterrupted)
     assert not left.exists()
     assert len(set(calls)) == len(calls) - 1, "only the batch that broke is drawn again, and no other twice"
 
@@ -164,16 +152,11 @@ def test_nothing_that_is_there_is_overwritten(finished: Place, tmp_path: Path, m
     made(finished.run, tmp_path / "set", *FEW)
     before = contents(tmp_path)
     for output in (tmp_path / "set", ".", "", ".."):
-        assert "already exists" in refused(finished.run, "--output", output, *FEW)
+        assert "already exists" in refused("synthesize", finished.run, "--output", output, *FEW)
     assert contents(tmp_path) == before
-    assert "reserved for the run" in refused(finished.run, "--output", finished.run / "export" / "set", *FEW)
-    assert "reserved for the run" in refused(finished.run, "--output", finished.run / "private" / "set", *FEW)
-
-
-def refused(run: Path, *arguments: object, code: int = 2) -> str:
-    answer = dpllm_("synthesize", run, *arguments)
-    assert (answer.code, answer.out) == (code, ""), answer
-    return answer.err
+    for folder in ("export", "private"):
+        own = finished.run / folder / "set"
+        assert "reserved for the run" in refused("synthesize", finished.run, "--output", own, *FEW)
 
 
 def test_what_fails_while_it_is_written_leaves_no_folder(
@@ -203,29 +186,27 @@ def test_unfinished_texts_are_dropped_and_counted(finished: Place, tmp_path: Pat
 def test_a_model_that_never_ends_publishes_nothing_and_says_so(
     finished: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ("--output", tmp_path / "set", "--rows", 9, "--seed", 3, "--max-new-tokens", 2, "--attempts", 2)
-    arguments = (*arguments, "--no-quality")
+    options = ("--rows", 9, "--seed", 3, "--max-new-tokens", 2, "--attempts", 2, "--no-quality")
     sample = generate.sample
-    monkeypatch.setattr(
-        generate, "sample", lambda *arguments_, **more: [replace(item, ended=False) for item in sample(*arguments_, **more)]
-    )  # fmt: skip
-    message = refused(finished.run, *arguments)
-    assert message.count("\n") == 1
+
+    def endless(*arguments: Any, **settings: Any) -> Any:
+        return [replace(item, ended=False) for item in sample(*arguments, **settings)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "sample", endless)
+        message = refused("synthesize", finished.run, "--output", tmp_path / "set", *options)
     assert "of 16 texts 0 passed the filters, of 9 wanted" in message, "never more than attempts times rows"
     assert "did not end: 16" in message
     assert not (tmp_path / "set").exists()
-    monkeypatch.setattr(generate, "sample", sample)
-    more = ("--attempts", 2000)
-    done("synthesize", finished.run, *arguments, *more)
-    assert written(tmp_path / "set")[1]["attempts"] > 16
+    assert made(finished.run, tmp_path / "set", *options, "--attempts", 2000)[1]["attempts"] > 16
 
 
 def test_duplicates_are_dropped_unless_they_are_kept(finished: Place, tmp_path: Path) -> None:
-    greedy = ("--output", tmp_path / "set", *FEW, "--temperature", 0)
-    assert f"{draft.DUPLICATE}: " in refused(finished.run, *greedy, "--attempts", 1)
+    greedy = (*FEW, "--temperature", 0)
+    refusal = refused("synthesize", finished.run, "--output", tmp_path / "set", *greedy, "--attempts", 1)
+    assert f"{draft.DUPLICATE}: " in refusal
     (tmp_path / ".set.draft.jsonl").unlink()
-    done("synthesize", finished.run, *greedy, "--keep-duplicates")
-    rows, record = written(tmp_path / "set")
+    rows, record = made(finished.run, tmp_path / "set", *greedy, "--keep-duplicates")
     assert len({row["text"] for row in rows}) == 1
     assert draft.DUPLICATE not in record["dropped"]
 
@@ -236,25 +217,20 @@ def test_duplicates_are_dropped_unless_they_are_kept(finished: Place, tmp_path: 
 def test_a_run_needs_its_card(finished: Place, tmp_path: Path) -> None:
     run = Path(shutil.copytree(finished.run, tmp_path / "run"))
     (run / "export" / "privacy.json").unlink()
-    assert f"Type dpllm card {run} first" in refused(run, *FEW)
+    assert f"Type dpllm card {run} first" in refused("synthesize", run, *FEW)
     shutil.copy(finished.run / "export" / "privacy.json", run / "export")
     (run / "export" / "audit" / "audit.json").write_text("{}")
-    assert "was written before what lies there now" in refused(run, *FEW)
+    assert "was written before what lies there now" in refused("synthesize", run, *FEW)
 
 
 def test_without_guarantee_only_public_data_give_public_rows(baseline: Place, finished: Place, tmp_path: Path) -> None:
     made(baseline.run, tmp_path / "set", *FEW)
     run = Path(shutil.copytree(finished.run, tmp_path / "run"))
-    unprotected(run)
-    assert "gives no guarantee" in refused(run, *FEW, code=3)
-    assert not (run / "synthetic").exists()
-
-
-def unprotected(run: Path) -> None:
-    """Its card says that there is no guarantee, consistently."""
     block = read(run / "export")
     attempted = block.pop("plan")
     carry(run / "export", {**block, "guarantee": False, "reason": "a test", "attempted": attempted})
+    assert "gives no guarantee" in refused("synthesize", run, *FEW, code=3)
+    assert not (run / "synthetic").exists()
 
 
 @pytest.mark.parametrize("which", ["finished", "coded"])
@@ -266,46 +242,33 @@ def test_rows_are_a_function_of_what_the_run_released(
     outputs = []
     for name in ("as it was", "changed", "gone"):
         root = Path(shutil.copytree(place.root, tmp_path / name))
-        if name == "changed":
-            for path in (root / "run" / "private").rglob("*"):
-                if path.is_file():
-                    path.write_bytes(b"{}")
+        for path in contents(root / "run" / "private") if name == "changed" else ():
+            (root / "run" / "private" / path).write_bytes(b"{}")
         if name == "gone":
             shutil.rmtree(root / "run" / "private")
         outputs.append(root / "set")
     # The training data and the ledger lie where the recipe says no more.
-    kept = place.root.rename(place.root.with_name("elsewhere"))
+    moved = place.root.rename(place.root.with_name("elsewhere"))
     try:
         for output in outputs:
             made(output.parent / "run", output, *BRIEF)
     finally:
-        kept.rename(place.root)
+        moved.rename(place.root)
     assert contents(outputs[0]) == contents(outputs[1]) == contents(outputs[2])
 
 
 # --- control codes and prompts ---------------------------------------------------------------------------------------
 
 
-def released(run: Path) -> Json:
-    block = json.loads((run / "export" / "privacy.json").read_text())
-    return dict(block["statistics"]["releases"][0]["value"])
-
-
 def test_each_row_is_asked_for_by_its_codes(coded: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    sample = generate.sample
-
-    def listens(generator: Any, prompts: Any, *rest: Any, **settings: Any) -> Any:
-        result = sample(generator, prompts, *rest, **settings)
-        asked.extend(f"{prompt}{one.text}" for prompt, one in zip(prompts, result, strict=True))
-        return result
-
-    monkeypatch.setattr(generate, "sample", listens)
+    drawn = results(monkeypatch, generate, "sample")
     rows, record = made(coded.run, tmp_path / "set", *FEW)
     assert all(list(row) == [*CODES, "text"] for row in rows)
-    assert {f"visit: {row['visit']} | age: {row['age']}\n{row['text']}" for row in rows} <= set(asked)
+    texts = {f"{sample.prompt}{sample.text}" for batch in drawn for sample in batch}
+    assert {f"visit: {row['visit']} | age: {row['age']}\n{row['text']}" for row in rows} <= texts
     assert (record["control"], record["shares"]) == (CODES, "shares of visit;age")
-    assert {f"{row['visit']};{row['age']}" for row in rows} <= released(coded.run).keys() - {"other"}
+    (released,) = coded.json("export/privacy.json")["statistics"]["releases"]
+    assert {f"{row['visit']};{row['age']}" for row in rows} <= released["value"].keys() - {"other"}
 
 
 def test_a_data_set_with_a_guarantee_is_pushed_as_it_verifies(
@@ -314,8 +277,8 @@ def test_a_data_set_with_a_guarantee_is_pushed_as_it_verifies(
     made(coded.run, tmp_path / "set", *FEW)
     ledger = ("--ledger", coded.ledger)
     with hub_stand_in.running(monkeypatch) as hub:
-        refused = dpllm_("push", tmp_path / "set", "alice/notes")
-        assert (refused.code, hub.asked) == (3, [])
+        refused("push", tmp_path / "set", "alice/notes", code=3)
+        assert hub.asked == []
         done("push", tmp_path / "set", "alice/notes", *ledger)
         arrived = dict(hub.repositories["datasets/alice/notes"].files)
         del arrived[".gitattributes"]
@@ -351,22 +314,18 @@ def test_codes_follow_the_noisy_counts_without_other_and_negative_ones(coded: Pl
     first = statement.statistics.releases[0]
 
     def shares(value: Any) -> Any:
-        both = [
-            first.model_copy(update={"value": {"home;old": 1}, "statistic": "shares of visit"}),
-            first.model_copy(update={"value": value}),
-        ]
-        statistics = statement.statistics.model_copy(update={"releases": tuple(both)})  # type: ignore[union-attr]
+        other = first.model_copy(update={"value": {"home;old": 1}, "statistic": "shares of visit"})
+        both = (other, first.model_copy(update={"value": value}))
+        statistics = statement.statistics.model_copy(update={"releases": both})  # type: ignore[union-attr]
         return synthesize._shares(run, config, statement.model_copy(update={"statistics": statistics}))[1]
 
-    assert shares({"home;old": 30, "home;young": -9, "clinic;old": 10, "clinic;young": 0, "other": 99}) == {
-        ("home", "old"): 30,
-        ("clinic", "old"): 10,
-    }
-    heads = synthesize._heads(CODES, 10_000, None, {("home", "old"): 30, ("clinic", "old"): 10}, seed=5)
+    positive = {("home", "old"): 30, ("clinic", "old"): 10}
+    assert shares({"home;old": 30, "home;young": -9, "clinic;old": 10, "clinic;young": 0, "other": 99}) == positive
+    heads = synthesize._heads(CODES, 10_000, None, positive, seed=5)
     counts = Counter((head["visit"], head["age"]) for head in heads)
     # 30 of 40; a binomial share of 10,000 rows is 0.0043 off, and six times that by chance once in 1e9.
     assert abs(counts["home", "old"] / 10_000 - 0.75) < 0.026
-    assert counts.keys() == {("home", "old"), ("clinic", "old")}
+    assert counts.keys() == positive.keys()
     for nothing in ({"home;old": -1, "home;young": 0, "clinic;old": 0, "clinic;young": 0, "other": 99}, None):
         with pytest.raises(ConfigError, match="its card has no 'shares of visit;age'"):
             shares(nothing)
@@ -376,23 +335,20 @@ def test_codes_without_released_shares_are_refused_with_what_to_type(coded: Plac
     run = Path(shutil.copytree(coded.run, tmp_path / "run"))
     (run / "describe.json").unlink()
     done("card", run)
-    message = refused(run, *FEW)
-    assert (
-        f"Type dpllm describe {run / 'config.yaml'} --epsilon E --shares 'visit=VALUE,VALUE;age=VALUE,VALUE'" in message
-    )
+    message, shares = refused("synthesize", run, *FEW), "--shares 'visit=VALUE,VALUE;age=VALUE,VALUE'"
+    assert f"Type dpllm describe {run / 'config.yaml'} --epsilon E {shares}" in message
     assert f"dpllm card {run} --describe describe.json" in message
 
 
 def as_format(finished: Place, run: Path, fmt: str) -> Path:
     """The finished run, as if it had been trained on such rows."""
-    shutil.copytree(finished.run, run)
-    return edit_recipe(run, "data", format=fmt)
+    return edit_recipe(Path(shutil.copytree(finished.run, run)), "data", format=fmt)
 
 
 @pytest.mark.parametrize("fmt", ["prompt_completion", "messages"])
 def test_models_that_answer_need_public_prompts(finished: Place, tmp_path: Path, fmt: str) -> None:
     run = as_format(finished, tmp_path / "run", fmt)
-    assert "Type --prompts FILE" in refused(run, *FEW)
+    assert "Type --prompts FILE" in refused("synthesize", run, *FEW)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Anna bought\nWho came?\n")
     rows, record = made(run, tmp_path / "set", *FEW, "--prompts", prompts)
@@ -401,7 +357,7 @@ def test_models_that_answer_need_public_prompts(finished: Place, tmp_path: Path,
     assert (record["columns"], record["prompts"]) == (["prompt", "completion"], 2)
 
 
-@pytest.mark.parametrize("how", ["train", "link", "hard", "eval", "private", "copied", "edited", "lines"])
+@pytest.mark.parametrize("how", ["link", "hard", "eval", "private", "copied", "edited", "lines"])
 def test_private_data_of_the_run_are_no_prompts(
     finished: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -414,23 +370,23 @@ def test_private_data_of_the_run_are_no_prompts(
     edit_recipe(run, "data", train="data/t*.jsonl", eval="data/eval.jsonl", eval_public=False)
     (data / "link.jsonl").symlink_to(data / "train.jsonl")
     (data / "hard.jsonl").hardlink_to(data / "train.jsonl")
-    edited = [{"prompt": "Public"}, {"prompt": " anna  BOUGHT in train!"}]
-    tiny.write_rows(data / "edited.jsonl", edited)
+    tiny.write_rows(data / "edited.jsonl", [{"prompt": "Public"}, {"prompt": " anna  BOUGHT in train!"}])
     (data / "copied.txt").write_text((data / "train.jsonl").read_text())
     (data / "lines.txt").write_text("Public\n\nAnna bought\nin eval\n")
     private = Path(shutil.copy(data / "link.jsonl", run / "private"))
     prompts = private if how == "private" else next(data.glob(f"{how}.*"))
     rows = RunDir(run).rows
     rows.unlink()  # of the run that this one is a copy of
-    assert "was removed" in refused(run, *FEW, "--prompts", prompts, code=3)
+    assert "was removed" in refused("synthesize", run, *FEW, "--prompts", prompts, code=3)
     monkeypatch.chdir(tmp_path)
     recipe = RunDir(run).load_config().data
-    tables = [load_table(item, recipe, "train", tmp_path / "cache") for item in (recipe.train, recipe.eval)]
-    keep_rows(rows, recipe, *tables)
+    keep_rows(
+        rows, recipe, *(load_table(name, recipe, "train", tmp_path / "cache") for name in (recipe.train, recipe.eval))
+    )
     monkeypatch.chdir("/")
     moved = run.rename(tmp_path / "moved")
     prompts = moved / "private" / private.name if how == "private" else prompts
-    message = refused(moved, *FEW, "--prompts", prompts, code=3)
+    message = refused("synthesize", moved, *FEW, "--prompts", prompts, code=3)
     assert "private data of the run" in message
     assert "Anna" not in message
     assert how == "private" or " prompts, the first of them number " in message
@@ -457,10 +413,10 @@ def test_a_run_keeps_digests_of_its_private_rows(finished: Place) -> None:
 
 def test_prompts_are_for_models_that_answer(finished: Place, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("Anna\n")
-    assert "leave them out" in refused(finished.run, *FEW, "--prompts", tmp_path / "prompts.txt")
+    assert "leave them out" in refused("synthesize", finished.run, *FEW, "--prompts", tmp_path / "prompts.txt")
     (tmp_path / "prompts.jsonl").write_text('"Anna"\n{"messages": [{"role": "user", "content": "Who?"}]}\n')
     run = as_format(finished, tmp_path / "run", "messages")
-    assert "prompts have to be plain text" in refused(run, *FEW, "--prompts", tmp_path / "prompts.jsonl")
+    assert "prompts have to be plain text" in refused("synthesize", run, *FEW, "--prompts", tmp_path / "prompts.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -480,7 +436,5 @@ def test_prompts_are_for_models_that_answer(finished: Place, tmp_path: Path) -> 
 def test_mistakes_are_one_line_each_and_leave_nothing(
     finished: Place, tmp_path: Path, arguments: tuple[object, ...], message: str
 ) -> None:
-    refusal_text = refused(finished.run, *FEW, *arguments, "--output", tmp_path / "set")
-    assert message in refusal_text
-    assert refusal_text.splitlines()[-1].startswith("dpllm synthesize: ")
+    assert message in refused("synthesize", finished.run, *FEW, *arguments, "--output", tmp_path / "set")
     assert [*tmp_path.iterdir()] == []

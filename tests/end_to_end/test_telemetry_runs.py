@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import shutil
 import socket
 import time
 import urllib.error
@@ -17,9 +15,10 @@ from typing import Any
 import pytest
 import tiny
 from metrics_text import Series, free_port, promtool_is_silent, scrape, series, value
-from running import SENTINEL, STEPS, Place, done, dpllm_, fails_in_step, make_place, rows
+from running import SENTINEL, STEPS, Place, calls, contents, done, make_place, refused, rows, train_until
 
-from dpllm.auditing.run import figures
+from dpllm.auditing import run as audits
+from dpllm.auditing import shadows
 from dpllm.model import evaluate
 from dpllm.privacy.engine import Diagnostics, StepEngine
 from dpllm.recipe.config import load_config
@@ -46,10 +45,9 @@ class Watched:
         self.collector, self.port = root / "collector", free_port()
         self.collector.mkdir(parents=True)
         telemetry = {"textfile": str(self.collector), "port": self.port, "trackers": ["tensorboard"]}
-        self.place = make_place(root, base)
-        tiny.write_rows(root / "data" / "eval.jsonl", rows(4, start=500))
-        eval_data = {"data.eval": str(root / "data" / "eval.jsonl")}
-        self.place.write({**eval_data, **changes, "telemetry": {**telemetry, **changes.get("telemetry", {})}})
+        held_out = tiny.write_rows(root / "data" / "eval.jsonl", rows(4, start=500))
+        telemetry |= changes.get("telemetry", {})
+        self.place = make_place(root, base, {"data.eval": str(held_out), **changes, "telemetry": telemetry})
         self.scraped: list[str] = []
         step, held_out = StepEngine.step, evaluate.held_out_loss
 
@@ -120,27 +118,24 @@ def test_promtool_finds_nothing_to_complain_about(watched: Watched, opened: Watc
 def test_nothing_unnoised_is_shown(watched: Watched) -> None:
     run_id = watched.place.json("run.json")["ledger"]["entry"]
     known = {"run", "tiny-base", "notes", run_id, "running", "completed", "interrupted"}
+    shown = list(watched.tracked().items())
+    assert {tag for tag, _ in shown} == TAGS
     for text in (*watched.scraped, *watched.files().values()):
-        found = series(text)
-        assert {name for name, _ in found} <= PUBLIC
-        assert {label for _, pairs in found for _, label in pairs} <= known
-        for (name, _), number in found.items():
-            assert not any(math.isclose(number, secret, rel_tol=1e-3) for secret in SECRETS), name
+        samples = series(text)
+        assert {name for name, _ in samples} <= PUBLIC
+        assert {label for _, pairs in samples for _, label in pairs} <= known
+        shown += [(name, [number]) for (name, _), number in samples.items()]
         assert not any(word in text for word in ("Sigrid", "4711", SENTINEL, str(watched.place.root)))
-    assert set(watched.tracked()) == TAGS
-    for tag, numbers in watched.tracked().items():
-        for number in numbers:
-            assert not any(math.isclose(number, secret, rel_tol=1e-3) for secret in SECRETS), tag
+    for name, numbers in shown:
+        close = [number for number in numbers for secret in SECRETS if math.isclose(number, secret, rel_tol=1e-3)]
+        assert close == [], name
 
 
 def test_files_of_trackers_are_private_and_name_no_path(watched: Watched) -> None:
-    folder = watched.place.run / "private" / "trackers"
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    files = contents(watched.place.run / "private" / "trackers")
     assert files
-    for path in files:
-        content = path.read_bytes()
-        for word in ("Sigrid", str(watched.place.root), str(watched.place.base)):
-            assert word.encode() not in content, path
+    for word in ("Sigrid", str(watched.place.root), str(watched.place.base)):
+        assert not [name for name, content in files.items() if word.encode() in content], word
     assert not [path for path in watched.place.run.rglob("events.out*") if "private" not in path.parts]
 
 
@@ -161,16 +156,12 @@ def test_accuracy_is_shown_of_public_evaluation_data_alone(watched: Watched, ope
     assert public["eval_accuracy_after"] - public["eval_accuracy_before"] == pytest.approx(STEPS / 100)
     shown = value(series("".join(opened.files().values())), "dp_training_accuracy_delta")
     assert shown == public["eval_accuracy_after"] - public["eval_accuracy_before"]
-    config = RunDir(opened.place.run).load_config()
-    data = config.data.model_copy(update={"public": False})
-    seeded = config.privacy.model_copy(update={"insecure_seed": 3})
-    unprotected = config.model_copy(update={"data": data, "privacy": seeded})
-    promised = unprotected.flaw is None
-    shown = metrics.of_record(RunDir(opened.place.run), unprotected, promised=promised)
+    run = RunDir(opened.place.run)
+    unprotected = run.load_config().changed({"data.public": False, "privacy.insecure_seed": 3})
+    shown = metrics.of_record(run, unprotected, promised=unprotected.flaw is None)
     assert "dp_training_accuracy_delta" not in shown.figures
     assert watched.place.json("run.json")["metrics"]["public"] == {}
-    private = json.loads((watched.place.run / "private" / "summary.json").read_text())
-    assert private["eval_accuracy_before"] == ACCURACY
+    assert watched.place.json("private/summary.json")["eval_accuracy_before"] == ACCURACY
 
 
 def test_what_a_run_took_is_private(finished: Place) -> None:
@@ -186,15 +177,12 @@ def test_what_a_run_took_is_private(finished: Place) -> None:
         assert not any(word in text for word in ("peak", "duration", str(took["finished_at"]))), path
 
 
-# --- audits ----------------------------------------------------------------------------------------------------------
-
-
 def audited(place: Place, tmp_path: Path) -> Series:
     """What the collector reads after an audit of a run, whose own textfile lay elsewhere."""
     run = RunDir(place.run)
     config = load_config(run.config, {"telemetry.textfile": str(tmp_path)})
     path = run.audit_dir(True) / "audit.json"
-    publish_audit(run, config, figures(read_audit(path)) if path.exists() else {})
+    publish_audit(run, config, audits.figures(read_audit(path)) if path.exists() else {})
     text = metrics.file_of(tmp_path, run.root.name).read_text("utf-8")
     promtool_is_silent(text.encode())
     return series(text)
@@ -219,26 +207,17 @@ def test_a_private_audit_is_not_shown(baseline: Place, tmp_path: Path) -> None:
     assert not [name for name in names if "audit" in name or "membership" in name or "epsilon" in name]
 
 
-def test_the_audit_command_publishes(finished: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dpllm.auditing import run as audits
-
-    called = []
-    monkeypatch.setattr(audits, "publish_audit", lambda run, config, attack: called.append(run.root.name))
-    shutil.copytree(finished.root, tmp_path / "copy")
-    audits.audit(RunDir(tmp_path / "copy" / "run"))
-    assert called == ["run"]
+def test_the_audit_command_publishes(copy: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = calls(monkeypatch, audits, "publish_audit", lambda run, *_: run.root)
+    done("audit", copy.run)
+    assert called == [copy.run]
 
 
 def test_shadow_runs_show_nothing(baseline: Place, tmp_path: Path) -> None:
-    from dpllm.auditing import shadows
-
-    asked = {"telemetry.textfile": str(tmp_path), "telemetry.port": 9464, "telemetry.trackers": ["wandb"]}
-    shown = replace(open_run(RunDir(baseline.run)), config=load_config(RunDir(baseline.run).config, asked))
+    overrides = {"telemetry.textfile": str(tmp_path), "telemetry.port": 9464, "telemetry.trackers": ["wandb"]}
+    shown = replace(open_run(RunDir(baseline.run)), config=load_config(RunDir(baseline.run).config, overrides))
     quiet = shadows._recipe(shown, RunDir(tmp_path / "shadow")).telemetry
     assert (quiet.textfile, quiet.port, quiet.trackers) == (None, None, [])
-
-
-# --- what does not start, and what does not end ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -256,21 +235,18 @@ def test_what_cannot_be_watched_is_refused_before_anything_is_reserved(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         place.write({f"telemetry.{key}": setting or taken.getsockname()[1]})
-        answer = dpllm_("train", place.recipe)
-    assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
-    assert words in answer.err
+        assert words in refused("train", place.recipe)
     assert not place.ledger.exists()
     assert not any(path.is_file() for path in place.run.rglob("*"))
 
 
 def test_a_refused_run_is_counted(place: Place) -> None:
-    place.write({"privacy.epsilon": 8.0})
     terms = ("--epsilon", "0.5", "--delta", "1e-3", "--by", "alice", "--reason", "a test")
     done("ledger", "init", "notes", *terms, "--ledger", place.ledger)
-    assert dpllm_("train", place.recipe).code == 3
-    found = series(done("ledger", "metrics", "--ledger", place.ledger).out)
-    assert found["dp_ledger_refused_total", (("reason", "over_budget"),)] == 1
-    assert found["dp_training_budget", (("dataset", "notes"),)] == 0.5
+    refused("train", place.recipe, code=3)
+    samples = series(done("ledger", "metrics", "--ledger", place.ledger).out)
+    assert samples["dp_ledger_refused_total", (("reason", "over_budget"),)] == 1
+    assert samples["dp_training_budget", (("dataset", "notes"),)] == 0.5
 
 
 def test_a_run_that_fails_says_so_and_the_ledger_keeps_its_heartbeat(
@@ -278,12 +254,10 @@ def test_a_run_that_fails_says_so_and_the_ledger_keeps_its_heartbeat(
 ) -> None:
     (place.root / "collector").mkdir()
     place.write({"telemetry.textfile": str(place.root / "collector")})
-    fails_in_step(monkeypatch, 3)
-    with pytest.raises(RuntimeError):
-        dpllm_("train", place.recipe)
-    found = series("".join(path.read_text() for path in (place.root / "collector").iterdir()))
-    assert found["dp_training_state", (("model", "run"), ("state", "interrupted"))] == 1
-    assert value(found, "dp_training_step") == 2
-    assert 0 < value(found, "dp_training_epsilon_consumed") < value(found, "dp_stated_epsilon")
+    train_until(monkeypatch, 3, place.recipe)
+    samples = series("".join(path.read_text() for path in (place.root / "collector").iterdir()))
+    assert samples["dp_training_state", (("model", "run"), ("state", "interrupted"))] == 1
+    assert value(samples, "dp_training_step") == 2
+    assert 0 < value(samples, "dp_training_epsilon_consumed") < value(samples, "dp_stated_epsilon")
     printed = series(done("ledger", "metrics", "--ledger", place.ledger).out)
     assert value(printed, "dp_reservation_heartbeat_timestamp_seconds") > time.time() - 600

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from running import Answer, Place, done, dpllm_, make_place
+from running import CANARIES, Answer, Place, done, dpllm_, make_place, refused
 
 from dpllm.canaries import canaries
 from dpllm.ledger import Ledger
@@ -14,8 +14,7 @@ from dpllm.ledger.admission import group_total
 from dpllm.recipe.config import load_config
 from dpllm.run.directory import RunDir
 
-WORDS = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
-SETTINGS = {"audit.canaries": WORDS, "audit.gradient_canaries": 30, "privacy.epsilon": 2.0}
+SETTINGS = {"audit.canaries": CANARIES, "audit.gradient_canaries": 30, "privacy.epsilon": 2.0}
 
 
 def place_of(root: Path, base: Path, epsilon: float) -> Place:
@@ -40,18 +39,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Pat
 
 
 def test_both_are_one_group_and_plan_and_card_state_its_total(trained: tuple[Place, dict[str, object]]) -> None:
-    place, said = trained
+    place, summary = trained
     with Ledger(place.ledger) as book:
         account = book.account("notes")
         ((name, runs),) = account.groups().items()
-        assert [(run.reservation.run, run.state) for run in runs] == [
-            (f"{name}/production", "completed"),
-            (f"{name}/twin", "completed"),
-        ]
+        states = [(run.reservation.run, run.state) for run in runs]
+        assert states == [(f"{name}/{run}", "completed") for run in ("production", "twin")]
         total = group_total(account, name)
         assert 0 < (book.used("notes") or 0) < 1
-    assert said["together"] == total
-    assert said["planned"]["twin"]["epsilon"] == pytest.approx(total["epsilon"])  # type: ignore[index]
+    assert summary["together"] == total
+    assert summary["planned"]["twin"]["epsilon"] == pytest.approx(total["epsilon"])  # type: ignore[index]
     assert total["epsilon"] > 2.0
     for item in ("production", "twin"):
         export = place.root / "both" / item / "export"
@@ -63,15 +60,14 @@ def test_both_are_one_group_and_plan_and_card_state_its_total(trained: tuple[Pla
 
 def test_no_canary_of_text_is_in_what_is_published(trained: tuple[Place, dict[str, object]]) -> None:
     place, _ = trained
-    production, other = (RunDir(place.root / "both" / name) for name in ("production", "twin"))
+    production, audit_twin = (RunDir(place.root / "both" / name) for name in ("production", "twin"))
     assert canaries.load(production.canaries).canaries == ()
-    assert len(canaries.load(other.canaries).canaries) == 24
-    for run in (production, other):
+    assert len(canaries.load(audit_twin.canaries).canaries) == 24
+    for run in (production, audit_twin):
         assert run.load_config().audit.gradient_canaries == 30
         assert (run.export / "audit" / "audit.json").exists()
     assert twin(place, "--resume").code == 0  # nothing is trained or charged again
-    with Ledger(place.ledger) as book:
-        assert len(book.runs("notes")) == 2
+    assert len(place.runs()) == 2
 
 
 def test_a_twin_may_keep_its_rate_and_its_card_says_so(tmp_path: Path, base: Path) -> None:
@@ -81,14 +77,12 @@ def test_a_twin_may_keep_its_rate_and_its_card_says_so(tmp_path: Path, base: Pat
     chosen = ("--card.tuning", "Settings were chosen on public notes.")
     record = json.loads(done("sweep", place.recipe, "--twin", "--constant-rate", "--json", *chosen).out)
     assert record["together"]["epsilon"] == pytest.approx(planned["twin"]["epsilon"])
-    production, other = (RunDir(place.root / "both" / name) for name in ("production", "twin"))
-    own = load_config(place.recipe).train
-    assert production.load_config().train == own
-    assert own.lr_scheduler != "constant"
-    kept = other.load_config().train
-    assert (kept.lr_scheduler, kept.warmup) == ("constant", 0.0)
-    assert kept.model_copy(update={"lr_scheduler": own.lr_scheduler, "warmup": own.warmup}) == own
-    for run, says in ((production, False), (other, True)):
+    production, audit_twin = (RunDir(place.root / "both" / name) for name in ("production", "twin"))
+    recipe_train = load_config(place.recipe).train
+    assert production.load_config().train == recipe_train
+    assert recipe_train.lr_scheduler != "constant"
+    assert audit_twin.load_config().train == recipe_train.changed({"lr_scheduler": "constant", "warmup": 0.0})
+    for run, says in ((production, False), (audit_twin, True)):
         card = (run.export / "README.md").read_text("utf-8")
         assert "Settings were chosen on public notes." in card
         assert ("at a constant learning rate where that run's falls" in card) is says
@@ -98,22 +92,17 @@ def test_a_twin_may_keep_its_rate_and_its_card_says_so(tmp_path: Path, base: Pat
 def test_a_constant_rate_without_a_twin_or_beside_one_is_refused(tmp_path: Path, base: Path) -> None:
     place = place_of(tmp_path / "place", base, 8)
     for command in ("plan", "sweep"):
-        answer = dpllm_(command, place.recipe, "--constant-rate")
-        assert answer.code == 2
-        assert "Type --twin too" in answer.err
-    answer = twin(place, "--constant-rate", "--train.lr_scheduler", "constant")
-    assert answer.code == 2
-    assert "constant already" in answer.err
+        assert "Type --twin too" in refused(command, place.recipe, "--constant-rate")
+    constant = ("--twin", "--constant-rate", "--train.lr_scheduler", "constant")
+    assert "constant already" in refused("sweep", place.recipe, *constant)
 
 
 def test_a_budget_for_one_of_them_admits_neither(tmp_path: Path, base: Path) -> None:
     place = place_of(tmp_path / "place", base, 3)
-    planned = dpllm_("plan", place.recipe, "--twin")
-    assert planned.code == 3
-    assert dpllm_("plan", place.recipe, "--audit.canaries", "null").code == 0
+    refused("plan", place.recipe, "--twin", code=3)
+    done("plan", place.recipe, "--audit.canaries", "null")
     assert twin(place).code == 3
-    with Ledger(place.ledger) as book:
-        assert book.runs("notes") == []
+    assert place.runs() == []
 
 
 def test_a_recipe_without_canaries_gets_the_usual_ones_in_its_twin(tmp_path: Path, base: Path) -> None:

@@ -7,14 +7,19 @@ import importlib
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import published
+import pyarrow as pa
 import pytest
 from forging import Subject, others, survivors
 from published import carry, changed, failing, get, leaves, other, read, rehash, write
-from running import Place, dpllm_
+from pyarrow import parquet
+from running import Place, done, dpllm_, edit_json
 from safetensors.numpy import load_file, save_file
 
 from dpllm import files
@@ -22,8 +27,6 @@ from dpllm.card.artifact import MODEL
 from dpllm.errors import ConfigError
 from dpllm.run.directory import RunDir
 from dpllm.verification.verify import verify
-
-# An honest run.
 
 
 def test_an_honest_run_verifies(run: Path) -> None:
@@ -42,33 +45,29 @@ def test_what_the_gallery_holds_of_a_run_verifies_as_it_lies_there(
     copy = importlib.import_module("model_cards").copy
     for item in (run, baseline.run):
         card = copy(RunDir(item), tmp_path / item.parent.name)
-        assert dpllm_("verify", card / "export").code == 0
-        assert dpllm_("verify", card).code == 0
+        done("verify", card / "export")
+        done("verify", card)
 
 
 def test_the_command_prints_every_check_and_answers_4(run: Path) -> None:
-    good = dpllm_("verify", run)
-    assert good.code == 0
-    assert good.out.count("\nverified") > 15
-    assert "asserted  signature: unsigned: integrity, not authenticity" in good.out
+    printed = done("verify", run).out
+    assert printed.count("\nverified") > 15
+    assert "asserted  signature: unsigned: integrity, not authenticity" in printed
     (run / "export" / "tokenizer.json").write_text("{}", encoding="utf-8")
     bad = dpllm_("verify", run, "--json")
     assert bad.code == 4
     assert "does not verify" in bad.err
     answer = json.loads(bad.out)
     assert answer["failed"]
-    assert (
-        answer["path"]
-        == json.loads(dpllm_("verify", run / "export", "--json").out)["path"][: -len("/export")]
-        == str(run)
-    )
+    assert answer["path"] == str(run)
+    assert json.loads(dpllm_("verify", run / "export", "--json").out)["path"] == str(run / "export")
     assert answer["counts"]["failed"] == len([check for check in answer["checks"] if check["status"] == "failed"])
 
 
 # Every column, every weight; tests/verification/test_forged_releases.py has every field, line and file.
 
 
-FORGED = {
+COLUMNS: dict[str, Callable[[Any], Any]] = {
     "canary_id": lambda name: name.replace("c", "d"),
     "group": lambda group: {1: 4, 4: 1}[group],
     "inserted": lambda coin: not coin,
@@ -81,45 +80,39 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("column", FORGED)
-def test_every_changed_column_of_the_scores_is_seen(export: Path, column: str) -> None:
-    """Alone by its hash; and carried into the card, by what audit.json says."""
-    from pyarrow import parquet
+def _replaced(table: pa.Table, column: str, values: list[Any]) -> pa.Table:
+    assert values != table[column].to_pylist()
+    return table.set_column(table.column_names.index(column), column, [values])
 
-    path = export / "audit" / "tokens.parquet"
-    table = parquet.read_table(path)
+
+def _changed_column(table: pa.Table, column: str) -> pa.Table:
     pairs = zip(table[column].to_pylist(), table["group"].to_pylist(), strict=True)
-    forged = [FORGED[column](value) if group else value for value, group in pairs]
-    parquet.write_table(table.set_column(table.column_names.index(column), column, [forged]), path)
-    assert "files" in failing(export)
-    rehash(export, "audit/tokens.parquet")
-    assert any(name.startswith("audit") for name in failing(export))
+    return _replaced(table, column, [COLUMNS[column](value) if group else value for value, group in pairs])
 
 
-def test_a_changed_score_of_a_carrier_is_seen_though_no_secret_changed(export: Path) -> None:
-    from pyarrow import parquet
-
-    path = export / "audit" / "tokens.parquet"
-    table = parquet.read_table(path)
+def _raised_carriers(table: pa.Table) -> pa.Table:
     columns = (table[name].to_pylist() for name in ("tuned_log_prob", "inserted", "secret"))
     raised = [value / 2 if coin and not secret else value for value, coin, secret in zip(*columns, strict=True)]
-    assert raised != table["tuned_log_prob"].to_pylist()
-    where = table.column_names.index("tuned_log_prob")
-    parquet.write_table(table.set_column(where, "tuned_log_prob", [raised]), path)
-    rehash(export, "audit/tokens.parquet")
-    assert "audit" in failing(export)
+    return _replaced(table, "tuned_log_prob", raised)
 
 
-def test_a_table_has_to_say_which_tokens_are_of_the_secret(export: Path) -> None:
-    from pyarrow import parquet
+FORGED_SCORES: dict[str, Callable[[pa.Table], pa.Table]] = {
+    **{column: partial(_changed_column, column=column) for column in COLUMNS},
+    "scores of carriers alone": _raised_carriers,
+    "secrets alone, as of version 1": lambda table: table.filter(table["secret"]).drop_columns(["secret", "word"]),
+    "a column of text": lambda table: table.append_column("text", table["canary_id"]),
+}
 
+
+@pytest.mark.parametrize("forgery", FORGED_SCORES)
+def test_forged_scores_are_seen(export: Path, forgery: str) -> None:
+    """By the hash of the file; and, carried into the card, by what audit.json says."""
     path = export / "audit" / "tokens.parquet"
-    table = parquet.read_table(path)
-    parquet.write_table(
-        table.filter(table["secret"]).drop_columns(["secret", "word"]), path
-    )  # as of version 1, all of it consistent
+    parquet.write_table(FORGED_SCORES[forgery](parquet.read_table(path)), path)
+    assert "files" in failing(export)
     rehash(export, "audit/tokens.parquet")
-    assert "audit" in failing(export)
+    failed = failing(export)
+    assert any(name.startswith("audit") for name in failed) if forgery in COLUMNS else "audit" in failed
 
 
 def test_every_changed_number_of_the_audit_is_seen(export: Path) -> None:
@@ -131,11 +124,7 @@ def test_every_changed_number_of_the_audit_is_seen(export: Path) -> None:
     names = {where: ".".join(map(str, where)) for where in leaves(report)}
     chosen = [where for where, name in names.items() if not name.startswith(tuple(asserted))]
     chosen = [where for number, where in enumerate(chosen) if number % 25 == 0 or len(where) == 1]
-    counts = [
-        ("canaries", "references"),
-        ("canaries", "settings", "references"),
-        ("canaries", "settings", "groups", "1"),
-    ]
+    counts = ("canaries", "references"), ("canaries", "settings", "references"), ("canaries", "settings", "groups", "1")
     for where in [*chosen, *counts, ("weights",), ("published",)]:
         forged = changed(report, where, other)
         path.write_text(json.dumps(forged), encoding="utf-8")
@@ -145,25 +134,10 @@ def test_every_changed_number_of_the_audit_is_seen(export: Path) -> None:
         assert any(name.startswith("audit") for name in failing(export)), where
 
 
-def test_text_cannot_hide_in_the_tables_of_an_audit(export: Path) -> None:
-    from pyarrow import parquet
-
-    audit = export / "audit"
-    kept = {path.name: path.read_bytes() for path in audit.iterdir()}
-    table = parquet.read_table(audit / "tokens.parquet")
-    forgeries = {
-        "tokens.parquet": lambda: parquet.write_table(
-            table.append_column("text", table["canary_id"]), audit / "tokens.parquet"
-        ),
-        "audit.json": lambda: (audit / "audit.json").write_text(
-            json.dumps({**json.loads(kept["audit.json"]), "note": "text of somebody"}), encoding="utf-8"
-        ),
-    }
-    for name, forge in forgeries.items():
-        forge()
-        rehash(export, f"audit/{name}")
-        assert failing(export) & {"audit"}, name
-        (audit / name).write_bytes(kept.get(name, b""))
+def test_a_note_in_the_report_of_an_audit_is_seen(export: Path) -> None:
+    edit_json(export / "audit" / "audit.json", note="text of somebody")
+    rehash(export, "audit/audit.json")
+    assert "audit" in failing(export)
 
 
 def test_changed_weights_are_seen(run: Path) -> None:
@@ -182,38 +156,28 @@ def test_changed_weights_are_seen(run: Path) -> None:
 # Whoever edits privacy.json, the front matter, the sections and the figure together.
 
 ZEROS = "0" * 64
-RECOMPUTED = {
-    "epsilon": ["plan/epsilon", "plan/delta=1e-9", "plan/accountant/name", "plan/accountant/interval"],
+RECOMPUTED = {  # the fields of each check; that no other field is missed: tests/verification/test_forged_releases.py
+    "epsilon": ["plan/epsilon", "plan/accountant/name"],
     "record": [
-        *("steps/planned", "steps/taken", 'steps={"planned": 5, "taken": 5}', "plan/target_epsilon=1.0"),
-        *("randomness/secure_noise", 'released="model weights"'),
+        *("steps/planned", 'steps={"planned": 5, "taken": 5}', "plan/target_epsilon=1.0", "randomness/secure_noise"),
+        'released="model weights"',
     ],
     "without amplification": ["plan/without_amplification"],
     "other accountants": ["plan/accountants/pld", "plan/accountants/rdp"],
-    "cross-check": ["plan/cross_check/epsilon", "plan/cross_check/name", "plan/cross_check=null"],
-    "limits of attackers": [
-        *("plan/limits/auc=0.9", "plan/limits/gdp_mu", "plan/curve/0/1", "plan/curve/4/0", "plan/trade_off/3/1"),
-    ],
+    "cross-check": ["plan/cross_check/epsilon", "plan/cross_check=null"],
+    "limits of attackers": ["plan/limits/auc=0.9", "plan/limits/gdp_mu", "plan/curve/0/1", "plan/trade_off/3/1"],
     "files": [f'files/tokenizer.json="{ZEROS}"'],
-    "card": [
-        *("plan/definition", "plan/trust_model", "plan/mechanism", "schema_version", "base_model/covered", "plan/event/type"),
-        *("plan/event/count", "plan/event/event/probability", "plan/event/event/event/noise_multiplier", "plan/delta=0.5"),
-        *("plan/noise_multiplier", "plan/num_steps", "plan/sampling_rate", "plan/sampling", "plan/max_examples_per_unit"),
-        *("plan/expected_batch_size", "plan/dataset_size", "plan/coefficients=[0.9, 0.3]"),
-    ],
+    "card": ["plan/definition", "base_model/covered", "plan/event/count", "plan/delta=0.5", "plan/num_steps"],
     "audit": [
-        *('audit/verdict="no_claim"', "audit/epsilon_lower_bound/value", "audit/attacks/calibrated/auc"),
-        *("audit/exposure/1/mean", "plan/canary_slots", "plan/unit"),
+        *('audit/verdict="no_claim"', "audit/epsilon_lower_bound/value", "audit/exposure/1/mean", "plan/canary_slots"),
         *(f'audit/canaries/commitment="{ZEROS}"', "audit/audits_run", f'plan/canary_commitment="{ZEROS}"'),
-        *("plan/audit/alpha", "plan/audit=null"),
+        *("plan/unit", "plan/audit/alpha", "plan/audit=null"),
     ],
     "ledger": ["composed/delta", "composed/used=0.1", "composed/spent_epsilon=1.0"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "numbers", [{"noise_multiplier": 9.0}, {"num_steps": 2}, {"dataset_size": 900}, {"expected_batch_size": 2}], ids=str
-)
+@pytest.mark.parametrize("numbers", [{"noise_multiplier": 9.0}, {"num_steps": 2}, {"dataset_size": 900}], ids=str)
 def test_another_mechanism_costs_another_epsilon(export: Path, numbers: published.Json) -> None:
     """Also where event and numbers agree."""
     carry(export, published.replanned(read(export), **numbers))
@@ -246,10 +210,8 @@ def test_every_field_of_the_ledger_is_compared_with_it(export: Path, finished: P
 def test_without_an_audit_each_field_of_the_plan_is_computed_again_or_named(export: Path, tmp_path: Path) -> None:
     export = published.copy(export, tmp_path / "export")
     block = read(export)
-    block |= {
-        "audit": None,
-        "files": {name: one for name, one in block["files"].items() if not name.startswith("audit/")},
-    }
+    files_of_model = {name: digest for name, digest in block["files"].items() if not name.startswith("audit/")}
+    block |= {"audit": None, "files": files_of_model}
     shutil.rmtree(export / "audit")
     carry(export, block)
     assert not failing(export)
@@ -276,12 +238,10 @@ def test_what_ran_without_a_guarantee_is_checked_too(export: Path) -> None:
     del block["files"]["privacy.svg"]
     carry(export, block)
     before = failing(export)
-    for where, value in (
-        (("randomness", "lattice", "noise_over_max_grad_norm"), 50.0),
-        (("randomness", "secure_noise"), False),
-    ):
-        carry(export, changed(block, where, lambda _, new=value: new))
-        assert failing(export) - before, where
+    lattice = {**block["randomness"]["lattice"], "noise_over_max_grad_norm": 50.0}
+    for key, value in (("lattice", lattice), ("secure_noise", False)):
+        carry(export, changed(block, ("randomness", key), lambda _, new=value: new))
+        assert failing(export) - before, key
     with pytest.raises(ConfigError, match="randomness and attempted"):
         carry(export, {**block, "randomness": None})
 
@@ -310,14 +270,6 @@ def test_a_statement_of_another_accountant_may_differ_and_says_so(export: Path) 
     carry(export, changed(block, ("plan", "epsilon"), lambda value: value * 0.99))
     detail = next(check.detail for check in verify(export).checks if check.name == "epsilon")
     assert "0.5.0" in detail
-
-
-@pytest.mark.parametrize("factor", [0.5, 0.99, 0.9999, 1 - 1e-7])
-def test_epsilon_cannot_be_stated_smaller_than_the_event_costs(export: Path, factor: float) -> None:
-    block = read(export)
-    block["plan"]["epsilon"] *= factor
-    carry(export, block)
-    assert "epsilon" in failing(export)
 
 
 def test_epsilon_and_event_cannot_be_those_of_another_run(export: Path) -> None:

@@ -15,12 +15,11 @@ import published
 import pytest
 import yaml
 from published import carry, changed, failing, make_key, read, rehash, write
-from running import Place, dpllm_
-from safetensors.numpy import load_file, save_file
+from running import Place, done, dpllm_, edit_json, refused
+from safetensors import numpy as safetensors
 
-from dpllm.errors import Refused
 from dpllm.files import sha256
-from dpllm.ledger import open_ledger
+from dpllm.ledger import Ledger
 from dpllm.publish import push
 from dpllm.releases import leaks
 from dpllm.run.directory import RunDir
@@ -36,18 +35,13 @@ ZIP = b"PK\x03\x04" + bytes(60)
     ("name", "content"),
     [
         ("notes.txt", b"hello"),
-        ("LICENSE", b"MIT"),
         ("notes.txt", pickle.dumps(["hello"], protocol=0)),
-        ("merges.txt", pickle.dumps(["hello"], protocol=1)),
         ("optimizer.pt", ZIP),
-        ("pytorch_model.bin", b"\x80\x02}q\x00."),
         ("extra.safetensors", b"\x80\x04."),
         ("modeling.py", b"import os\n"),
-        ("metrics.jsonl", b"{}"),
         (".env", b"x"),
         ("audit/rng_state.json", b"{}"),
         ("audit/notes.md", b"SQLite format 3\x00"),
-        ("model/config.json", b"{}"),
     ],
 )
 def test_a_file_that_is_not_known_is_refused(run: Path, name: str, content: bytes) -> None:
@@ -63,20 +57,72 @@ def test_a_file_that_is_not_known_is_refused(run: Path, name: str, content: byte
     assert "kinds of files" in failing(run / "export")
 
 
-@pytest.mark.parametrize(
-    ("name", "forge"),
-    [
-        ("tokenizer.json", lambda _: pickle.dumps(["hello"], protocol=0)),
-        ("tokenizer.json", lambda old: old + b"{}"),
-        ("chat_template.jinja", lambda _: pickle.dumps(["hello"], protocol=2)),
-        ("adapter_model.safetensors", lambda _: pickle.dumps(["hello"], protocol=2)),
-    ],
-)  # fmt: skip
-def test_a_known_file_is_what_its_name_says(export: Path, name: str, forge: Callable[[bytes], bytes]) -> None:
+def _tensor(kind: str, shape: list[Any], *offsets: Any) -> published.Json:
+    return {"dtype": kind, "shape": shape, "data_offsets": list(offsets)}
+
+
+def _headed(header: published.Json) -> bytes:
+    """A safetensors file of 16 bytes of numbers."""
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(16)
+
+
+def _with_an_optimizer(old: bytes) -> bytes:
+    tensors = safetensors.load(old)
+    return safetensors.save({**tensors, "exp_avg": next(iter(tensors.values())).copy()}, {"format": "pt"})
+
+
+WEIGHTS = "adapter_model.safetensors"
+WRONG_HEADERS = {
+    "other bytes than its shape": {"a": _tensor("F32", [3], 0, 16)},
+    "a type of another size": {"a": _tensor("F16", [4], 0, 16)},
+    "an unknown type": {"a": _tensor("F31", [4], 0, 16)},
+    "a gap": {"a": _tensor("F32", [1], 0, 4), "b": _tensor("F32", [2], 8, 16)},
+    "one over another": {"a": _tensor("F32", [4], 0, 16), "b": _tensor("F32", [2], 8, 16)},
+    "not from the beginning": {"a": _tensor("F32", [3], 4, 16)},
+    "a negative length": {"a": _tensor("F32", [-2, -2], 0, 16)},
+    "half a number": {"a": _tensor("F32", [0.5, 8], 0, 16)},
+    "true for one": {"a": _tensor("F32", [True, 4], 0, 16)},
+    "axes without end": {"a": _tensor("F32", [4, *[1] * 100_000], 0, 16)},
+    "no offsets": {"a": {"dtype": "F32", "shape": [4]}},
+    "no tensors": {},
+    "a text": {"__metadata__": {"format": "pt", "of": "Ann"}, "a": _tensor("F32", [2, 2], 0, 16)},
+}
+FORGED: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "a pickle for a tokenizer": ("tokenizer.json", lambda _: pickle.dumps(["hello"], protocol=0)),
+    "more behind a tokenizer": ("tokenizer.json", lambda old: old + b"{}"),
+    "a pickle for a template": ("chat_template.jinja", lambda _: pickle.dumps(["hello"], protocol=2)),
+    "a pickle for weights": (WEIGHTS, lambda _: pickle.dumps(["hello"], protocol=2)),
+    "no weights": (WEIGHTS, lambda _: b""),
+    "a byte of weights less": (WEIGHTS, lambda old: old[:-1]),
+    "a byte of weights more": (WEIGHTS, lambda old: old + b"\0"),
+    "half a header": (WEIGHTS, lambda old: old[:100]),
+    "half a length": (WEIGHTS, lambda old: old[:7]),
+    "an empty header": (WEIGHTS, lambda _: bytes(8)),
+    "a header of brackets": (WEIGHTS, lambda _: struct.pack("<Q", 9000) + b"[" * 9000),
+    "a header without end": (WEIGHTS, lambda _: struct.pack("<Q", 2**60)),
+    "tensors of the optimizer": (WEIGHTS, _with_an_optimizer),
+    **{
+        f"weights: {name}": (WEIGHTS, lambda _, header=header: _headed(header))
+        for name, header in WRONG_HEADERS.items()
+    },
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_a_known_file_is_what_its_name_says(export: Path, how: str) -> None:
+    """Weights describe every byte once."""
+    name, forge = FORGED[how]
     path = export / name
     path.write_bytes(forge(path.read_bytes()))
     rehash(export, name)
     assert "kinds of files" in failing(export)
+
+
+def test_a_header_that_describes_every_byte_once_is_none_of_these(export: Path) -> None:
+    (export / WEIGHTS).write_bytes(_headed({"a": _tensor("F32", [2, 2], 0, 16)}))
+    rehash(export, WEIGHTS)
+    assert "kinds of files" not in failing(export)
 
 
 def forge(export: Path, name: str) -> None:
@@ -95,13 +141,11 @@ def forge(export: Path, name: str) -> None:
     [
         ("adapter_config.json", {"auto_map": {"AutoModel": "alice/code--modeling.Model"}}),
         ("adapter_config.json", {"auto_mapping": {"base_model_class": "Model", "parent_library": "evil"}}),
-        ("adapter_config.json", {"megatron_config": {"a": 1}, "megatron_core": "evil"}),
         ("adapter_config.json", {"unknown": "evil"}),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["alice/code--tokenization.Tokenizer", None]}}),
         ("tokenizer_config.json", {"tokenizer_file": "/home/alice/tokenizer.json"}),
         ("config.json", {"auto_map": {"AutoConfig": "configuration.Config"}}),
         ("config.json", {"custom_pipelines": {"a": {"impl": "pipeline.Pipeline"}}}),
-        ("config.json", {"text_config": {"auto_map": {"AutoModel": "alice/code--modeling.Model"}}}),
         ("config.json", {"text_config": {"layers": [{"impl": "alice--code.Model"}]}}),
         ("config.json", {"attn_implementation": "alice/kernel"}),
         ("generation_config.json", {"custom_generate": "alice/code"}),
@@ -120,15 +164,17 @@ def test_settings_that_lead_to_code_elsewhere_are_refused(export: Path, name: st
     assert failing(export) == {"kinds of files"}
 
 
+def detail_of(export: Path, name: str) -> str:
+    return next(check.detail for check in verify(export).checks if check.name == name)
+
+
 def test_links_and_special_files_are_seen_and_not_followed(export: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("x", encoding="utf-8")
     (export / "link.json").symlink_to(secret)
     (export / "folder").symlink_to(tmp_path)
     os.mkfifo(export / "pipe")
-    verification = verify(export)
-    detail = next(check.detail for check in verification.checks if check.name == "kinds of files")
-    assert all(name in detail for name in ("link.json", "folder", "pipe"))
+    assert all(name in detail_of(export, "kinds of files") for name in ("link.json", "folder", "pipe"))
     (export / "privacy.json").unlink()
     (export / "privacy.json").symlink_to(secret)
     assert "card" in failing(export)
@@ -140,73 +186,13 @@ def test_what_the_hub_adds_is_no_part_of_an_export(run: Path) -> None:
     assert "kinds of files" in failing(run)
 
 
-def test_tensors_of_the_optimizer_are_seen(export: Path) -> None:
-    path = export / "adapter_model.safetensors"
-    tensors = load_file(path)
-    save_file({**tensors, "exp_avg": next(iter(tensors.values())).copy()}, path)
-    rehash(export, path.name)
-    assert "kinds of files" in failing(export)
-
-
-@pytest.mark.parametrize("header", [b"", b"{", b"[" * 9000, struct.pack("<Q", 2**60)])
-def test_a_broken_safetensors_header_is_one_line(export: Path, header: bytes) -> None:
-    path = export / "adapter_model.safetensors"
-    path.write_bytes(header if header[-1:] == b"\x10" else struct.pack("<Q", len(header)) + header)
-    assert {"files", "kinds of files"} <= failing(export)
-
-
-def _tensor(kind: str, shape: list[Any], *offsets: Any) -> published.Json:
-    return {"dtype": kind, "shape": shape, "data_offsets": list(offsets)}
-
-
-WRONG_HEADERS = {
-    "other bytes than its shape": {"a": _tensor("F32", [3], 0, 16)},
-    "a type of another size": {"a": _tensor("F16", [4], 0, 16)},
-    "an unknown type": {"a": _tensor("F31", [4], 0, 16)},
-    "a gap": {"a": _tensor("F32", [1], 0, 4), "b": _tensor("F32", [2], 8, 16)},
-    "one over another": {"a": _tensor("F32", [4], 0, 16), "b": _tensor("F32", [2], 8, 16)},
-    "not from the beginning": {"a": _tensor("F32", [3], 4, 16)},
-    "a negative length": {"a": _tensor("F32", [-2, -2], 0, 16)},
-    "half a number": {"a": _tensor("F32", [0.5, 8], 0, 16)},
-    "true for one": {"a": _tensor("F32", [True, 4], 0, 16)},
-    "axes without end": {"a": _tensor("F32", [4, *[1] * 100_000], 0, 16)},
-    "no offsets": {"a": {"dtype": "F32", "shape": [4]}},
-    "no tensors": {},
-    "a text": {"__metadata__": {"format": "pt", "of": "Ann"}, "a": _tensor("F32", [2, 2], 0, 16)},
-}
-
-
-@pytest.mark.parametrize("name", WRONG_HEADERS)
-def test_a_header_that_does_not_describe_every_byte_once_is_seen(export: Path, name: str) -> None:
-    path = export / "adapter_model.safetensors"
-    for header, good in ((WRONG_HEADERS[name], False), ({"a": _tensor("F32", [2, 2], 0, 16)}, True)):
-        text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-        path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
-        rehash(export, path.name)
-        assert ("kinds of files" not in failing(export)) is good
-
-
-@pytest.mark.parametrize(
-    "change", [lambda _: b"", lambda b: b[:-1], lambda b: b + b"\0", lambda b: b[:100], lambda b: b[:7]]
-)
-def test_weights_that_are_cut_or_longer_are_seen(export: Path, change: Callable[[bytes], bytes]) -> None:
-    path = export / "adapter_model.safetensors"
-    path.write_bytes(change(path.read_bytes()))
-    rehash(export, path.name)
-    assert "kinds of files" in failing(export)
-
-
 @pytest.mark.parametrize(
     "settings", [{"base_model_name_or_path": "evil/base"}, {"base_model_name_or_path": None}, {"revision": "other"}]
 )
 def test_the_base_model_that_the_adapter_names_is_that_of_the_card(export: Path, settings: published.Json) -> None:
-    path = export / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), **settings}), encoding="utf-8")
-    rehash(export, path.name)
-    verification = verify(export)
-    assert "does not name tiny-base" in next(
-        check.detail for check in verification.checks if check.name == "kinds of files"
-    )
+    edit_json(export / "adapter_config.json", **settings)
+    rehash(export, "adapter_config.json")
+    assert "does not name tiny-base" in detail_of(export, "kinds of files")
 
 
 def test_a_picture_is_said_to_be_the_author_s_word(export: Path) -> None:
@@ -220,43 +206,24 @@ def test_a_picture_is_said_to_be_the_author_s_word(export: Path) -> None:
 # Private text.
 
 
-def _append(run: Path, text: str) -> None:
-    path = run / "export" / "README.md"
-    path.write_text(f"{path.read_text('utf-8')}\n{text}\n", encoding="utf-8")
-
-
-def test_text_of_a_row_in_the_card_is_not_pushed_and_not_quoted(run: Path, finished: Place) -> None:
-    row = json.loads(finished.train.read_text("utf-8").splitlines()[6])["text"]
-    _append(run, f"For example: {row}")
-    answer = dpllm_("push", run, "alice/notes", "--dry-run")
-    assert answer.code == 3
-    assert "training text: text of the training data is in README.md (row 7)" in answer.err
-    assert "Forsberg" not in answer.out + answer.err
-
-
-def test_text_of_a_row_in_a_tokenizer_is_found(run: Path, finished: Place) -> None:
-    row = json.loads(finished.train.read_text("utf-8").splitlines()[3])["text"]
-    path = run / "export" / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), "note": row}), encoding="utf-8")
-    with pytest.raises(Refused, match=r"training text: .* tokenizer_config.json \(row 4\)"):
-        leaks.search(RunDir(run), ["tokenizer_config.json"], run / "export")
-
-
-def test_text_of_a_canary_in_the_card_is_not_pushed_and_not_quoted(run: Path) -> None:
-    canary = json.loads((run / "private" / "canaries.json").read_text("utf-8"))["canaries"][5]
-    _append(run, f"The code is {canary['secret']}.")
-    answer = dpllm_("push", run, "alice/notes", "--dry-run")
-    assert answer.code == 3
-    assert "canary texts: README.md contains text of a canary" in answer.err
-    assert canary["secret"] not in answer.out + answer.err
-    assert canary["carrier"] not in answer.out + answer.err
+@pytest.mark.parametrize("source", ["row", "canary"])
+def test_private_text_in_the_card_is_not_pushed_and_not_quoted(run: Path, finished: Place, source: str) -> None:
+    if source == "row":
+        text = json.loads(finished.train.read_text("utf-8").splitlines()[6])["text"]
+        words, private = "training text: text of the training data is in README.md (row 7)", (text, "Forsberg")
+    else:
+        canary = json.loads((run / "private" / "canaries.json").read_text("utf-8"))["canaries"][5]
+        text = canary["secret"]
+        words, private = "canary texts: README.md contains text of a canary", (text, canary["carrier"])
+    page = run / "export" / "README.md"
+    page.write_text(f"{page.read_text('utf-8')}\nFor example: {text}.\n", encoding="utf-8")
+    message = refused("push", run, "alice/notes", "--dry-run", code=3)
+    assert words in message
+    assert not any(secret in message for secret in private)
 
 
 def test_what_cannot_be_searched_is_said(run: Path, finished: Place) -> None:
-    config = run / "config.yaml"
-    config.write_text(
-        config.read_text("utf-8").replace(str(finished.train), f"/nowhere/{finished.train.name}"), encoding="utf-8"
-    )
+    published.edit(run / "config.yaml", str(finished.train), f"/nowhere/{finished.train.name}")
     assert not list(leaks.search(RunDir(run), ["README.md"], run / "export")), "they are found where they were"
     RunDir(run).rows.unlink()
     (missed,) = leaks.search(RunDir(run), ["README.md"], run / "export")
@@ -280,15 +247,14 @@ def test_coins_that_were_not_committed_to_are_seen(run: Path) -> None:
     [("plan.json", "noise_multiplier", 9.0), ("plan.json", "epsilon", 1.0), ("run.json", "steps_taken", 3)],
 )
 def test_an_edited_plan_or_record_is_seen(run: Path, name: str, key: str, value: float) -> None:
-    path = run / name
-    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), key: value}), encoding="utf-8")
+    edit_json(run / name, **{key: value})
     assert "run" in failing(run)
 
 
 def test_a_ledger_and_its_export_confirm_the_entry(run: Path, finished: Place, tmp_path: Path) -> None:
     before = finished.ledger.read_bytes()
     chain = tmp_path / "chain.json"
-    assert dpllm_("ledger", "export", "--ledger", finished.ledger, "--output", chain).code == 0
+    done("ledger", "export", "--ledger", finished.ledger, "--output", chain)
     for ledger in (finished.ledger, chain):
         verification = verify(run / "export", ledger=str(ledger))
         assert not verification.failed
@@ -333,19 +299,13 @@ def test_a_cut_or_edited_chain_is_seen(export: Path, finished: Place, tmp_path: 
         assert "ledger" in failing(export, ledger=str(chain))
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"SQLite format 3\x00 and more", b"[" * 100_000])
-def test_a_ledger_that_is_none_is_one_line(export: Path, tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "ledger"
-    path.write_bytes(content)
-    assert failing(export, ledger=str(path)) == {"ledger"}
-    assert failing(export, ledger=str(tmp_path / "nothing")) == {"ledger"}
-
-
-def test_another_ledger_does_not_know_the_run(export: Path, tmp_path: Path) -> None:
-    path = tmp_path / "empty.sqlite"
-    with open_ledger(str(path)) as book:  # type: ignore[union-attr]
-        assert book.head()["count"] == 0
-    assert "ledger" in failing(export, ledger=str(path))
+def test_a_ledger_that_is_missing_or_none_or_knows_nothing_of_the_run_is_one_line(export: Path, tmp_path: Path) -> None:
+    assert failing(export, ledger=str(tmp_path / "missing")) == {"ledger"}
+    for content in (b"", b"{}", b"SQLite format 3\x00 and more", b"[" * 100_000):
+        (tmp_path / "ledger").write_bytes(content)
+        assert failing(export, ledger=str(tmp_path / "ledger")) == {"ledger"}
+    Ledger(tmp_path / "empty.sqlite").close()
+    assert "ledger" in failing(export, ledger=str(tmp_path / "empty.sqlite"))
 
 
 # Signatures.
@@ -356,33 +316,25 @@ def test_a_card_is_signed_and_loses_a_signature_that_no_longer_fits(run: Path, t
     key = make_key(tmp_path / "alice")
     public = key.with_suffix(".pub")
     assert dpllm_("card", run, "--sign", key).code == 0
-    answer = dpllm_("verify", run, "--public-key", public)
-    assert answer.code == 0
-    assert "verified  signature: the key in alice.pub" in answer.out
-    upload = json.loads(dpllm_("push", run, "alice/notes", "--dry-run", "--json").out)
-    assert "model.sig" in [file["path"] for file in upload["files"]]
+    assert "verified  signature: the key in alice.pub" in done("verify", run, "--public-key", public).out
+    assert "model.sig" in done("push", run, "alice/notes", "--dry-run", "--json").out
     carry(run / "export", {**read(run / "export"), "contact": "mallory@example.org"})
     assert "signature" in failing(run / "export")
     assert "signature" in failing(run / "export", public_key=public)
-    config = run / "config.yaml"
-    config.write_text(config.read_text("utf-8").replace("contact: null", "contact: bob@example.org"), encoding="utf-8")
-    assert dpllm_("card", run).code == 0
+    published.edit(run / "config.yaml", "contact: null", "contact: bob@example.org")
+    done("card", run)
     assert not (run / "export" / "model.sig").exists()
     assert dpllm_("verify", run, "--public-key", public).code == 4
     assert dpllm_("card", run, "--sign", tmp_path / "nothing").code == 2
 
 
 def test_a_deployment_is_asserted_and_can_be_written_for_the_registry(run: Path) -> None:
-    config = run / "config.yaml"
-    config.write_text(config.read_text("utf-8").replace("curator: null", "curator: Ward 7"), encoding="utf-8")
-    assert dpllm_("card", run, "--registry").out.splitlines()[1:] == [str(run / "registry.yaml")]
+    published.edit(run / "config.yaml", "curator: null", "curator: Ward 7")
+    assert done("card", run, "--registry").out.splitlines()[1:] == [str(run / "registry.yaml")]
     assert read(run / "export")["deployment"] == {"curator": "Ward 7"}
-    assert yaml.safe_load((run / "registry.yaml").read_text("utf-8"))["deployment"]["basic"]["data_curators"] == [
-        "Ward 7"
-    ]
-    answer = dpllm_("verify", run)
-    assert answer.code == 0
-    assert "asserted  deployment: deployment: the author's word" in answer.out
+    registry = yaml.safe_load((run / "registry.yaml").read_text("utf-8"))
+    assert registry["deployment"]["basic"]["data_curators"] == ["Ward 7"]
+    assert "asserted  deployment: deployment: the author's word" in done("verify", run).out
     # The recipe of the run contradicts who writes another name.
     carry(run / "export", {**read(run / "export"), "deployment": {"curator": "Ward 8"}})
     assert failing(run) == {"run"}
@@ -392,18 +344,22 @@ def test_a_deployment_is_asserted_and_can_be_written_for_the_registry(run: Path)
 # Hostile files.
 
 
-MALFORMED = [
-    b"", b"\x00\xff\xfe" * 100, b"{", b"[" * 200_000, b"[]", b'"x"', b'{"a":' * 200_000, b'{"schema_version": NaN}',
-    b'{"guarantee": true, "guarantee": true}', b'{"epsilon": 1e999}', b'{"epsilon": ' + b"9" * 5000 + b"}",
-    b"---\na: &x [1]\nprivacy: *x\n---\n", b"---\n? [1]\n: 2\n---\n", b"---\nprivacy: 2020-99-99\n---\n",
-    b"\x1b[2J\x1b]0;owned\x07",
+MALFORMED = [b"", b"\x00\xff\xfe" * 100, b"[" * 200_000, b"\x1b[2J\x1b]0;owned\x07"]
+NO_JSON = [
+    b"[]", b'"x"', b'{"a":' * 200_000, b'{"schema_version": NaN}', b'{"guarantee": true, "guarantee": true}',
+    b'{"epsilon": 1e999}', b'{"epsilon": ' + b"9" * 5000 + b"}",
 ]  # fmt: skip
+NO_YAML = [b"---\na: &x [1]\nprivacy: *x\n---\n", b"---\n? [1]\n: 2\n---\n", b"---\nprivacy: 2020-99-99\n---\n"]
+CONTENTS = {
+    "privacy.json": [*MALFORMED, *NO_JSON],
+    "README.md": [*MALFORMED, *NO_YAML],
+    **dict.fromkeys(("audit/audit.json", "audit/tokens.parquet"), MALFORMED),
+}
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [(name, content) for name in ("privacy.json", "README.md") for content in MALFORMED]
-    + [(f"audit/{name}", content) for name in ("audit.json", "tokens.parquet") for content in MALFORMED[:4]],
+    [(name, content) for name, contents in CONTENTS.items() for content in contents],
     ids=lambda value: repr(value[:16]),
 )
 def test_a_malformed_file_is_a_failed_check(export: Path, name: str, content: bytes) -> None:
@@ -425,14 +381,10 @@ def test_a_value_of_any_kind_in_any_field_is_a_failed_check(export: Path, value:
 def test_a_path_that_holds_nothing_is_a_wrong_command(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x", encoding="utf-8")
     for path in (tmp_path, tmp_path / "nothing", tmp_path / "file"):
-        answer = dpllm_("verify", path)
-        assert answer.code == 2
-        assert answer.err.count("\n") == 1
+        refused("verify", path)
 
 
 def test_a_run_without_a_card_is_a_wrong_command(run: Path) -> None:
     for name in ("README.md", "privacy.json"):
         (run / "export" / name).unlink()
-    answer = dpllm_("verify", run)
-    assert answer.code == 2
-    assert "dpllm card" in answer.err
+    assert "dpllm card" in refused("verify", run)

@@ -25,9 +25,22 @@ class Place:
         tiny.write_rows(self.data, rows)
 
     def words(self, *more: object) -> tuple[object, ...]:
-        given = ("--model", self.base, "--epsilon", 8, "--rows", ROWS, "--max-new-tokens", TOKENS, "--keep-unfinished")
-        where = ("--ledger", self.ledger, "--output", self.output, "--dataset", "notes")
-        return ("synthesize", self.data, "--by", "inference", *given, *where, "--data.max_length", 24, *more)
+        options = (
+            "--model",
+            self.base,
+            "--epsilon",
+            8,
+            "--rows",
+            ROWS,
+            "--max-new-tokens",
+            TOKENS,
+            "--keep-unfinished",
+        )
+        places = ("--ledger", self.ledger, "--output", self.output, "--dataset", "notes")
+        return ("synthesize", self.data, "--by", "inference", *options, *places, "--data.max_length", 24, *more)
+
+    def rows(self) -> list[Json]:
+        return [json.loads(line) for line in self.data.read_text("utf-8").splitlines()]
 
     def record(self) -> Json:
         return json.loads((self.output / "inference.json").read_text("utf-8"))
@@ -43,6 +56,6 @@ class Place:
 def shares_of(place: Place) -> tuple[object, ...]:
     """Options that ask for texts by visit."""
     file = place.root / "describe.json"
-    asked = ("--epsilon", 2, "--shares", "visit=home,ward", "--output", file, "--ledger", place.ledger)
-    done("describe", place.data, *asked, "--dataset", "notes")
+    options = ("--epsilon", 2, "--shares", "visit=home,ward", "--output", file, "--ledger", place.ledger)
+    done("describe", place.data, *options, "--dataset", "notes")
     return ("--data.control", "[visit]", "--describe", file)

@@ -14,6 +14,7 @@ from ledger_stores import DELTA, EVENT, TERMS, Place, budget, cost_of, request, 
 from dpllm.cli.ledger import totals
 from dpllm.errors import BudgetExceeded, Refused
 from dpllm.ledger import Ledger, admission, budgets
+from dpllm.ledger.admission import account_totals
 from dpllm.ledger.budgets import reserve_all
 from dpllm.ledger.values import Account, Claim, Run
 from dpllm.privacy import renyi
@@ -24,9 +25,6 @@ from dpllm.privacy.parts import imported_delta
 RUN = dp_sgd_event(0.02, 0.8, 150)  # the reference run: epsilon 2.96 alone
 ROWS = dp_sgd_event(0.02, 4.0, 5, 3)  # of data.sampling: example, whose Renyi divergence nobody knows
 WHO = {"by": "bob", "reason": "paper"}
-
-
-# --- runs in any order -------------------------------------------------------------------------------------------------
 
 
 def test_the_filter_admits_as_many_runs_as_fit_and_says_so(ledger: Ledger):
@@ -207,9 +205,6 @@ def test_a_budget_that_comes_after_runs_counts_them_at_an_order_of_its_own(ledge
     assert admission.filter_left(ledger.account("notes")) == renyi.Fit(fixed_budget.order, left)
 
 
-# --- final -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_final_run_that_costs_exactly_the_budget_fits_at_the_budgets_own_delta(ledger: Ledger):
     budgets.set_budget(ledger, "a", budget(cost_of(1)))
     assert reserve(ledger, "a", final=True).final
@@ -281,8 +276,6 @@ def test_nothing_is_final_after_any_run_or_import(ledger: Ledger, before: str):
 
 
 def test_what_is_imported_after_a_final_run_is_entered_and_shown_as_exceeding(ledger: Ledger):
-    from dpllm.ledger.admission import account_totals
-
     budgets.set_budget(ledger, "notes", budget(cost_of(1)))
     claim = reserve(ledger, final=True)
     assert "exactly" in totals(ledger, "notes")[0]

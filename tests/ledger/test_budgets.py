@@ -107,16 +107,12 @@ def test_an_import_that_says_nothing_is_refused(ledger: Ledger, changes):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda v: v | {"kind": "x"},
-        lambda v: v | {"version": 3},
-        lambda v: {key: part for key, part in v.items() if key != "head"},
-        lambda v: v | {"head": 3},
-        lambda v: v | {"head": {"hash": "x"}},
-        lambda v: v | {"entries": 3},
-        lambda v: v | {"entries": [{}]},
+        lambda v: v | {"kind": "x"}, lambda v: v | {"version": 3},
+        lambda v: {key: part for key, part in v.items() if key != "head"}, lambda v: v | {"head": 3},
+        lambda v: v | {"head": {"hash": "x"}}, lambda v: v | {"entries": 3}, lambda v: v | {"entries": [{}]},
         lambda v: v | {"progress": []},
     ],
-)
+)  # fmt: skip
 def test_what_is_no_export_is_one_clear_error(tmp_path: Path, damage):
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         reserve(ledger)

@@ -1,15 +1,14 @@
 """Whose data a recipe trains on, and what is refused: every way of saying less than the ledger knows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import tiny_models as tm
 
 from dpllm.errors import ConfigError, DataError, Refused
-from dpllm.ledger import Budget, Ledger, budgets, dataset_policy, open_ledger
+from dpllm.ledger import Budget, Ledger, budgets, dataset_policy
 from dpllm.recipe.config import RunConfig
 from dpllm.text import data
 
@@ -18,13 +17,8 @@ TEXTS = [tiny.sentence(number) for number in range(40)]
 
 def recipe(root: Path, texts: list[str] = TEXTS, name: str = "rows.jsonl", **sections: dict[str, Any]) -> RunConfig:
     tiny.write_rows(root / name, [{"text": text} for text in texts])
-    value: dict[str, Any] = {
-        "model": {"name_or_path": "some/model"},
-        "data": {"train": str(root / name), **sections.pop("data", {})},
-        "train": {"steps": 1},
-        "output_dir": str(root / "run"),
-    }
-    return RunConfig.model_validate({**value, **sections})
+    data = {"train": str(root / name), **sections.pop("data", {})}
+    return tm.recipe(data=data, output_dir=str(root / "run"), **sections)
 
 
 def ask(config: RunConfig, book: Ledger | None) -> dataset_policy.DatasetPolicy:
@@ -33,14 +27,8 @@ def ask(config: RunConfig, book: Ledger | None) -> dataset_policy.DatasetPolicy:
     return dataset_policy.find_policy(config, table, data.load_held_out(config.data, root / "cache"), book)
 
 
-def opened(path: Path) -> Ledger:
-    book = open_ledger(str(path))
-    assert book is not None
-    return book
-
-
 def with_budget(path: Path, config: RunConfig, dataset: str = "notes") -> Ledger:
-    book = opened(path)
+    book = Ledger(path)
     budget = Budget(8.0, 1e-5, unit="example", relation="zero_out", by="alice", reason="study")
     budgets.set_budget(book, dataset, budget, records=dataset_policy.records_of(config.data.train, book, "example")[0])
     return book
@@ -48,7 +36,7 @@ def with_budget(path: Path, config: RunConfig, dataset: str = "notes") -> Ledger
 
 @pytest.mark.parametrize("ledger", [True, False], ids=["ledger", "no ledger"])
 def test_without_privacy_only_on_public_data(tmp_path: Path, ledger: bool) -> None:
-    book = opened(tmp_path / "ledger.sqlite") if ledger else None
+    book = Ledger(tmp_path / "ledger.sqlite") if ledger else None
     off = {"enabled": False}
     for private in ({}, {"eval_public": True}):  # public evaluation data do not make the training data public
         with pytest.raises(Refused, match=r"data\.public: true") as refused:
@@ -77,7 +65,7 @@ def test_a_budget_is_stronger_than_a_declaration_that_data_are_public(tmp_path: 
 
 def test_noise_that_can_be_drawn_again_counts_as_none_where_there_is_a_budget(tmp_path: Path) -> None:
     seeded = recipe(tmp_path, privacy={"insecure_seed": 3})
-    with opened(tmp_path / "free.sqlite") as book:
+    with Ledger(tmp_path / "free.sqlite") as book:
         assert ask(seeded, book).deviations == ()
     with with_budget(tmp_path / "ledger.sqlite", seeded) as book:
         with pytest.raises(Refused, match=r"Remove privacy\.insecure_seed") as refused:
@@ -89,7 +77,7 @@ def test_noise_that_can_be_drawn_again_counts_as_none_where_there_is_a_budget(tm
 
 def test_an_exception_of_somebody_else_before_the_budget_is_void(tmp_path: Path) -> None:
     off = recipe(tmp_path, privacy={"enabled": False})
-    with opened(tmp_path / "ledger.sqlite") as book:
+    with Ledger(tmp_path / "ledger.sqlite") as book:
         budgets.except_from_privacy(book, "notes", "mallory", "I want to")
     with with_budget(tmp_path / "ledger.sqlite", off) as book:
         with pytest.raises(Refused, match="which has a privacy budget"):
@@ -130,7 +118,7 @@ def test_evaluation_data_that_train_are_refused(tmp_path: Path, how: str) -> Non
         held_out.symlink_to(same)
     paths = {"itself": same, "spelling": f"{tmp_path}/../{tmp_path.name}//rows.jsonl"}
     config = recipe(tmp_path, data={"eval": str(paths.get(how, held_out)), "public": True})
-    with opened(tmp_path / "ledger.sqlite") as book:
+    with Ledger(tmp_path / "ledger.sqlite") as book:
         if how in ("half", "none"):
             ask(config, book)
             return
@@ -151,7 +139,7 @@ def test_held_out_rows_among_which_are_a_few_training_rows_are_held_out(tmp_path
 @pytest.mark.parametrize("unit", ["patient", "example"])
 def test_a_budget_is_set_on_data_that_know_its_unit(tmp_path: Path, unit: str) -> None:
     config = recipe(tmp_path)
-    with opened(tmp_path / "ledger.sqlite") as book:
+    with Ledger(tmp_path / "ledger.sqlite") as book:
         if unit == "patient":
             with pytest.raises(DataError, match="has no value in column 'patient'"):
                 dataset_policy.records_of(config.data.train, book, unit)
@@ -163,10 +151,10 @@ def test_a_budget_is_set_on_data_that_know_its_unit(tmp_path: Path, unit: str) -
 def test_a_budget_counts_the_people_that_a_run_counts(tmp_path: Path) -> None:
     rows = [{"text": text, "who": who} for text, who in zip(TEXTS, [1, "1.0", " 1", "\u200b1", "2"], strict=False)]
     path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
-    with opened(tmp_path / "ledger.sqlite") as book:
+    with Ledger(tmp_path / "ledger.sqlite") as book:
         assert dataset_policy.records_of(str(path), book, "who")[1] == 2
     tiny.write_rows(path, [*rows, {"text": "a", "who": " "}])
-    with opened(tmp_path / "ledger.sqlite") as book, pytest.raises(DataError, match="row 6 has no value"):
+    with Ledger(tmp_path / "ledger.sqlite") as book, pytest.raises(DataError, match="row 6 has no value"):
         dataset_policy.records_of(str(path), book, "who")
 
 
@@ -206,7 +194,7 @@ def test_a_parent_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
     config = recipe(tmp_path, privacy={"derived_from": "letters"})
     with pytest.raises(ConfigError, match="there is no ledger yet"):
         ask(config, None)
-    with opened(tmp_path / "ledger.sqlite") as book, pytest.raises(ConfigError, match="letters"):
+    with Ledger(tmp_path / "ledger.sqlite") as book, pytest.raises(ConfigError, match="letters"):
         ask(config, book)
 
 
@@ -217,7 +205,7 @@ def test_a_file_with_other_columns_is_named_by_its_recipe(tmp_path: Path) -> Non
     named.write_text(
         f"model: {{name_or_path: m}}\ndata: {{train: {rows}, columns: {{text: body}}}}\ntrain: {{steps: 1}}\noutput_dir: r\n"
     )
-    with opened(tmp_path / "ledger.sqlite") as book:
+    with Ledger(tmp_path / "ledger.sqlite") as book:
         with pytest.raises(DataError, match="--data RECIPE"):
             dataset_policy.records_of(str(rows), book, "example")
         assert dataset_policy.records_of(str(named), book, "example")[1] == len(TEXTS)

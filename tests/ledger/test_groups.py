@@ -63,11 +63,14 @@ def test_each_run_has_its_place_and_the_group_its_total(ledger: Ledger, limited:
     assert any("Tuning group tuning-1: 3 runs fixed together, 0 completed" in line for line in totals(ledger, "notes"))
 
 
-def test_a_single_run_has_no_group(ledger: Ledger):
+def test_a_group_is_fixed_once_and_a_single_run_has_none(ledger: Ledger):
     claim = reserve(ledger)
     assert claim.group is None
     assert ledger.account("notes").groups() == {}
     assert "group" not in ledger.history("notes")[-1].facts
+    reserve_group(ledger, wanted(2))
+    with pytest.raises(ConfigError, match="has its runs already"):
+        reserve_group(ledger, wanted()[2:])
 
 
 @pytest.mark.parametrize("final", [False, True])
@@ -81,12 +84,6 @@ def test_a_budget_that_admits_two_of_three_refuses_all(ledger: Ledger, final: bo
     assert ledger.head() == before
     assert ledger.account("notes").runs == ()
     assert len(reserve_group(ledger, runs[:2])) == 2
-
-
-def test_a_group_is_fixed_once(ledger: Ledger):
-    reserve_group(ledger, wanted(2))
-    with pytest.raises(ConfigError, match="has its runs already"):
-        reserve_group(ledger, wanted()[2:])
 
 
 def test_a_run_takes_its_place_once_and_for_itself_alone(ledger: Ledger):

@@ -1,7 +1,5 @@
 """Labels are drawn once, and what their account holds and may hold: check and reservation are one transaction."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -15,7 +13,7 @@ from ledger_stores import Place
 
 from dpllm.cli import main
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
-from dpllm.ledger import Budget, Claim, Ledger, RunRequest, budgets
+from dpllm.ledger import Budget, Claim, Ledger, RunRequest, budgets, dataset_policy
 from dpllm.ledger.budgets import reserve_all
 from dpllm.ledger.records import Fingerprint, fingerprint
 from dpllm.ledger.values import label_account
@@ -173,14 +171,17 @@ def test_what_was_drawn_elsewhere_adds_up_too(place: Place) -> None:
         assert added(*ledger.account("labels of notes").events()) == 9.0
 
 
-def test_an_account_of_labels_has_one_name() -> None:
+def test_an_account_of_labels_has_one_name_and_what_is_imported_into_it_is_of_labels(tmp_path: Path) -> None:
     assert label_account("notes") == label_account("labels of notes") == "labels of notes"
+    ledger = ["--ledger", str(tmp_path / "ledger.sqlite"), "--by", "alice", "--reason", "study 7"]
+    assert main(["ledger", "import", "labels of notes", "--run", "r", "--epsilon", "1", "--delta", "0", *ledger]) == 0
+    with Ledger(tmp_path / "ledger.sqlite") as book:
+        [entry] = (entry for entry in book.history("labels of notes") if entry.kind == "import")
+        assert entry.facts["relation"] == "label_changed"
 
 
 def test_data_of_a_budget_are_labels_and_no_texts(tmp_path: Path) -> None:
     """Their first draw is none of a second time, and the texts keep an account of their own."""
-    from dpllm.ledger import dataset_policy
-
     data = written(tmp_path / "pairs.jsonl", pairs(20))
     with Ledger(tmp_path / "l.sqlite") as ledger:
         records, units = dataset_policy.records_of(str(data), ledger, "example", "label_changed")
@@ -216,11 +217,3 @@ def test_one_label_in_a_thousand_others_is_not_drawn_again(tmp_path: Path) -> No
         assert len(book.runs(name)) == 2
         with pytest.raises(Refused):
             reserve_all(book, label_account("third"), [request()], records=hashed(book, [*pairs(1), *pairs(500, 9000)]))
-
-
-def test_an_import_into_an_account_of_labels_is_of_labels(tmp_path: Path) -> None:
-    ledger = ["--ledger", str(tmp_path / "ledger.sqlite"), "--by", "alice", "--reason", "study 7"]
-    assert main(["ledger", "import", "labels of notes", "--run", "r", "--epsilon", "1", "--delta", "0", *ledger]) == 0
-    with Ledger(tmp_path / "ledger.sqlite") as book:
-        [entry] = (entry for entry in book.history("labels of notes") if entry.kind == "import")
-        assert entry.facts["relation"] == "label_changed"

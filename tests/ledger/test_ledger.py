@@ -213,13 +213,11 @@ def meanwhile(place: Place, monkeypatch):
     return lets
 
 
-def _import(rival: Ledger) -> None:
-    budgets.import_run(rival, "notes", event=EVENT, run="x", by="bob", reason="meanwhile", **TERMS)
-
-
 MEANWHILE = {
     "run": reserve,
-    "import": _import,
+    "import": lambda rival: budgets.import_run(
+        rival, "notes", event=EVENT, run="x", by="bob", reason="meanwhile", **TERMS
+    ),
     "final run": lambda rival: reserve(rival, final=True),
     "budget": lambda rival: budgets.set_budget(rival, "notes", budget(0.01)),
 }
@@ -328,7 +326,9 @@ def test_refusals_are_counted_once_and_looking_counts_nothing(ledger: Ledger):
         reserve(ledger, unit="visit")
     with pytest.raises(ConfigError), ledger.counting():
         reserve(ledger, num_steps=5)
-    assert ledger.refusals() == {("notes", "other_unit"): 1, ("notes", "over_budget"): 2}
+    ledger.count_refusal("letters", "over_budget")
+    counted = {("letters", "over_budget"): 1, ("notes", "other_unit"): 1, ("notes", "over_budget"): 2}
+    assert ledger.refusals() == counted
 
 
 def test_a_ledger_that_cannot_count_still_refuses(ledger: Ledger, place: Place):
@@ -416,12 +416,7 @@ def test_whoever_waits_gets_the_lock_from_one_who_takes_it_again_and_again(tmp_p
 def test_a_lock_that_is_never_free_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "PATIENCE", 0.2)
     path = tmp_path / "ledger.sqlite"
-    with (
-        Ledger(path) as one,
-        Ledger(path) as other,
-        one.store.write(),
-        pytest.raises(ConfigError, match="locked"),
-    ):
+    with Ledger(path) as one, Ledger(path) as other, one.store.write(), pytest.raises(ConfigError, match="locked"):
         reserve(other)
 
 

@@ -1,7 +1,5 @@
 """A copy of a ledger is no second budget: it is refused until somebody adopts it by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Many processes at once, and processes that are killed: as much is accepted as fits, and the ledger stays whole."""
 
-from __future__ import annotations
-
 import os
 import random
 import select

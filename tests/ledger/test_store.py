@@ -39,20 +39,13 @@ def full_ledger(ledger: Ledger) -> Ledger:
 @pytest.mark.parametrize(
     "statement",
     [
-        "UPDATE entries SET payload = '{}'",
-        "DELETE FROM entries",
+        "UPDATE entries SET payload = '{}'", "DELETE FROM entries",
         "INSERT INTO entries SELECT seq + 100, kind, dataset, payload, prev_hash, hash FROM entries",
-        "UPDATE progress SET steps = 0",
-        "UPDATE progress SET steps = 3",
-        "DELETE FROM progress",
-        "UPDATE records SET nonce = 'x'",
-        "DELETE FROM records",
-        "UPDATE refusals SET number = 0",
-        "DELETE FROM refusals",
-        "UPDATE meta SET value = 'x' WHERE key = 'fingerprint_key'",
-        "DELETE FROM meta",
+        "UPDATE progress SET steps = 0", "UPDATE progress SET steps = 3", "DELETE FROM progress",
+        "UPDATE records SET nonce = 'x'", "DELETE FROM records", "UPDATE refusals SET number = 0",
+        "DELETE FROM refusals", "UPDATE meta SET value = 'x' WHERE key = 'fingerprint_key'", "DELETE FROM meta",
     ],
-)
+)  # fmt: skip
 def test_every_table_only_grows(full_ledger: Ledger, place: Place, statement):
     with pytest.raises(Exception, match="only grows"):
         place.raw(statement)
@@ -73,24 +66,14 @@ def test_no_row_is_replaced_and_no_table_emptied(full_ledger: Ledger, place: Pla
 EDITS = [
     "UPDATE entries SET payload = replace(payload, '40.0', '99.0') WHERE seq = 3",
     "UPDATE entries SET payload = payload || ' ' WHERE seq = 2",
-    "UPDATE entries SET dataset = 'other' WHERE seq = 2",
-    "UPDATE entries SET kind = 'note' WHERE seq = 3",
-    "UPDATE entries SET hash = prev_hash WHERE seq = 2",
-    "DELETE FROM entries WHERE seq = 1",
-    "DELETE FROM entries WHERE seq = 3",
-    "DELETE FROM entries WHERE seq >= 3",
-    "DELETE FROM entries",
-    "UPDATE progress SET steps = 0",
-    "UPDATE progress SET steps = 40",
-    "DELETE FROM progress",
-    "UPDATE entries SET seq = seq + 100",
-    "UPDATE entries SET seq = 99 - seq",
-    "UPDATE records SET nonce = 'x'",
-    "UPDATE records SET fingerprint = nonce",
-    "DELETE FROM records",
-    "UPDATE meta SET value = '00ff' WHERE key = 'fingerprint_key'",
-    "DELETE FROM meta WHERE key = 'fingerprint_key'",
-]
+    "UPDATE entries SET dataset = 'other' WHERE seq = 2", "UPDATE entries SET kind = 'note' WHERE seq = 3",
+    "UPDATE entries SET hash = prev_hash WHERE seq = 2", "DELETE FROM entries WHERE seq = 1",
+    "DELETE FROM entries WHERE seq = 3", "DELETE FROM entries WHERE seq >= 3", "DELETE FROM entries",
+    "UPDATE progress SET steps = 0", "UPDATE progress SET steps = 40", "DELETE FROM progress",
+    "UPDATE entries SET seq = seq + 100", "UPDATE entries SET seq = 99 - seq", "UPDATE records SET nonce = 'x'",
+    "UPDATE records SET fingerprint = nonce", "DELETE FROM records",
+    "UPDATE meta SET value = '00ff' WHERE key = 'fingerprint_key'", "DELETE FROM meta WHERE key = 'fingerprint_key'",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("statement", EDITS)

@@ -1,7 +1,5 @@
 """What trains, what does not, and what a stranger can load."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +9,8 @@ import pytest
 import tiny
 import tiny_models as tm
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 from dpllm.errors import ConfigError
@@ -50,9 +50,6 @@ def logits(net: Any) -> torch.Tensor:
         return net.eval()(input_ids=ids).logits
 
 
-# --- LoRA ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_auto_adapts_every_linear_layer_of_the_blocks_and_nothing_else(bases: dict[str, Path], family: str) -> None:
     base = loading.load_base(recipe(bases[family]).model, CPU)
@@ -68,10 +65,8 @@ def test_auto_adapts_every_linear_layer_of_the_blocks_and_nothing_else(bases: di
     assert adapted == expected
     assert {name.split(".lora_")[1] for name in names} == {"A.default.weight", "B.default.weight"}
     assert len(names) == 2 * len(expected)
-    head = net.get_output_embeddings()
-    assert not any(
-        parameter.requires_grad for parameter in (*head.parameters(), *net.get_input_embeddings().parameters())
-    )
+    ends = net.get_output_embeddings(), net.get_input_embeddings()
+    assert not any(parameter.requires_grad for end in ends for parameter in end.parameters())
     guards.check_model(net)
 
 
@@ -200,9 +195,12 @@ def test_processes_compare_a_frozen_factor_too(bases: dict[str, Path], monkeypat
     assert results[0] == results[1] != results[2]  # B starts at zero: only the frozen factor differs
 
 
-def test_on_an_embedding_whose_first_factor_starts_at_zero_it_is_not_frozen(bases: dict[str, Path]) -> None:
+def test_heads_and_embeddings_that_cannot_train_as_asked_say_so(bases: dict[str, Path], monkeypatch: Any) -> None:
     with pytest.raises(ConfigError, match="Remove the embedding"):
         loading.build(recipe(bases["llama"], {**ADAPTERS["embedding"], "lora_a": "frozen"}), CPU)
+    monkeypatch.setattr("transformers.LlamaForCausalLM.get_output_embeddings", lambda self: None)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no output head.*adapter\.lm_head: false"):
+        loading.build(recipe(bases["llama"], {"method": "frozen", "lm_head": True}), CPU)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +217,6 @@ def test_the_table_counts_all_that_trains(bases: dict[str, Path], adapter: Json,
     assert len(rows) == kinds
     assert sum(tensors for _, tensors, _ in rows) == len(trainable(net))
     assert sum(size for *_, size in rows) == sum(p.numel() for p in net.parameters() if p.requires_grad)
-
-
-# --- frozen layers ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "stablelm"])
@@ -260,12 +255,6 @@ def test_a_tied_head_trains_as_the_one_weight_that_it_is(tmp_path: Path, bases: 
     assert trainable(loading.build(recipe(bases["llama"], adapter), CPU)) == {"lm_head.weight"}
 
 
-def test_a_model_without_a_head_says_so(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.LlamaForCausalLM.get_output_embeddings", lambda self: None)
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no output head.*adapter\.lm_head: false"):
-        loading.build(recipe(bases["llama"], {"method": "frozen", "lm_head": True}), CPU)
-
-
 @pytest.mark.parametrize(
     ("settings", "positions"),
     [({"max_position_embeddings": 64}, 64), ({"max_position_embeddings": -1}, None), ({}, None),
@@ -291,9 +280,6 @@ def test_checkpointing_is_not_reentrant(bases: dict[str, Path]) -> None:
     assert kinds == {False}
 
 
-# --- loading ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["absent", "builtin:huge", "some-org/some-model"])
 def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path, name: str) -> None:
     config = recipe(str(tmp_path / name) if name == "absent" else name)
@@ -301,9 +287,6 @@ def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path, name: str) 
         with pytest.raises(ConfigError, match=r"model\.name_or_path") as caught:
             load(config.model)
         assert "\n" not in str(caught.value)
-
-
-# --- export ----------------------------------------------------------------------------------------------------------
 
 
 def moved(net: torch.nn.Module) -> torch.nn.Module:
@@ -335,9 +318,6 @@ ADAPTERS = {
 def test_a_stranger_loads_the_export_and_gets_the_same_logits(
     tmp_path: Path, bases: dict[str, Path], family: str, method: str
 ) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     adapter = ADAPTERS[method]
     if (family, method) == ("mixtral", "frozen"):
         pytest.skip("its experts would train, which is refused")
@@ -345,7 +325,9 @@ def test_a_stranger_loads_the_export_and_gets_the_same_logits(
     net = moved(loading.build(config, CPU))
     run = RunDir(tmp_path / "secret-place" / "run")
     run.make()
+    (run.export / "of_the_last_time.txt").write_text("old")
     checkpoint.export(net, loading.load_tokenizer(config.model), run)
+    assert not (run.export / "of_the_last_time.txt").exists()
     hashes = checkpoint.weight_hashes(run.export)
     if adapter["method"] == "lora":
         loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases[family]), str(run.export))
@@ -373,13 +355,3 @@ def assert_nothing_private(export: Path, *places: Path) -> None:
                 assert str(place.parent).encode() not in content, path
             assert path.suffix in {".safetensors", ".json", ".jinja", ".txt", ".model"}, path
             assert path.name != "README.md"
-
-
-def test_exporting_again_leaves_nothing_of_the_last_time(tmp_path: Path, bases: dict[str, Path]) -> None:
-    config = recipe(bases["llama"])
-    run = RunDir(tmp_path / "run")
-    run.make()
-    (run.export / "old.txt").write_text("old")
-    checkpoint.export(loading.build(config, CPU), loading.load_tokenizer(config.model), run)
-    assert not (run.export / "old.txt").exists()
-    assert {path.name for path in run.root.iterdir()} == {"export", "private"}

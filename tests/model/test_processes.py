@@ -1,7 +1,5 @@
 """What the processes of a run tell each other, as far as one can see it; several are in tests/distributed."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -47,13 +45,10 @@ def test_one_process_shares_compares_and_adds_nothing() -> None:
     assert processes.minimum(7) == 7
     processes.check_equal({"a": 1})
     processes.check_same_weights([torch.ones(2)], 1)
-
-
-def test_a_salted_hash_tells_nobody_twice() -> None:
     assert processes.salted("Sigrid owes 4711") != processes.salted("Sigrid owes 4711")
 
 
-def test_the_next_is_made_while_the_last_is_used() -> None:
+def test_the_next_is_made_while_the_last_is_used_and_what_goes_wrong_is_said_in_turn() -> None:
     made, threads = [], set()
 
     def make() -> int:
@@ -69,10 +64,8 @@ def test_the_next_is_made_while_the_last_is_used() -> None:
     assert threading.get_ident() not in threads
     assert list(ahead(make, 0)) == []
 
-
-def test_what_goes_wrong_ahead_is_said_when_its_turn_comes() -> None:
-    def make() -> int:
+    def fail() -> int:
         raise ValueError("here")
 
     with pytest.raises(ValueError, match="here"):
-        next(ahead(make, 2))
+        next(ahead(fail, 2))

@@ -1,7 +1,5 @@
 """Encoders that read in both directions: their own pooling and places, and the same bits in any company."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,8 @@ def encoder(path: Path, width: int = 1000) -> Encoder:
 
 def alone(path: Path, text: str, pooling: str, tokens: int) -> np.ndarray:
     """Its vector by transformers alone, without padding."""
-    model, words = (
-        transformers.AutoModel.from_pretrained(path).eval(),
-        loading.load_tokenizer(ModelConfig(name_or_path=str(path))),
-    )
+    model = transformers.AutoModel.from_pretrained(path).eval()
+    words = loading.load_tokenizer(ModelConfig(name_or_path=str(path)))
     ids = words(text, truncation=True, max_length=tokens, return_tensors="pt")["input_ids"]
     with torch.inference_mode():
         states_TD = model(ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0].double().numpy()
@@ -95,10 +91,8 @@ def test_an_encoder_has_one_digest_whatever_transformers_draws_for_it(tmp_path: 
     first, second = encoder(path), encoder(path)
     assert not torch.equal(first._model.pooler.dense.weight, second._model.pooler.dense.weight)
     assert first.digest == second.digest
-    net, words = (
-        loading.load_base(model, torch.device("cpu"), kind=transformers.AutoModel),
-        loading.load_tokenizer(model),
-    )
+    net = loading.load_base(model, torch.device("cpu"), kind=transformers.AutoModel)
+    words = loading.load_tokenizer(model)
     assert first.digest == loading.digest(net, words, "mean") != loading.digest(net, words, "cls")
 
 
@@ -110,16 +104,10 @@ def test_a_short_row_beside_a_long_one_is_read_alone_where_the_longest_decides(t
     """A mutant looks at rows of half the width alone, which are long already."""
     words = sentence_encoders.tokenizer(0)
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 3.0, 4.0]}
-    config = transformers.Phi3Config(
-        vocab_size=len(words),
-        **sentence_encoders.SIZES,
-        max_position_embeddings=256,
-        original_max_position_embeddings=16,
-        rope_parameters={**rope, "original_max_position_embeddings": 16},
-        pad_token_id=0,
-        bos_token_id=2,
-        eos_token_id=3,
-    )
+    rope["original_max_position_embeddings"] = 16
+    sizes = {**sentence_encoders.SIZES, "max_position_embeddings": 256, "original_max_position_embeddings": 16}
+    marks = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    config = transformers.Phi3Config(vocab_size=len(words), **sizes, **marks, rope_parameters=rope)
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     words.save_pretrained(tmp_path)

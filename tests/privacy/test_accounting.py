@@ -14,13 +14,14 @@ import pytest
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.pld import privacy_loss_distribution as pld
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom, norm
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting, privacy_loss
-from dpllm.privacy.accounting import compose, cross_check, curve, dp_sgd_event, epsilon, epsilon_by_accountant
+from dpllm.privacy.accounting import compose, cross_check, dp_sgd_event, epsilon, epsilon_by_accountant
 from dpllm.privacy.events import Gaussian, Imported, SelfComposed
 from dpllm.privacy.parts import SampledSums, dp_event_of, parts_of
 from dpllm.privacy.privacy_loss import Relation
@@ -54,10 +55,6 @@ DP_SGD = [
 ]
 
 
-def imported(eps: float, delta: float = 0.0) -> accounting.Event:
-    return Imported(eps, delta)
-
-
 @pytest.mark.parametrize(("mu", "delta", "exact"), EXACT_GAUSSIAN)
 def test_gaussian_matches_the_closed_form(mu: float, delta: float, exact: float) -> None:
     once = Gaussian(1 / mu)
@@ -72,37 +69,24 @@ def test_one_step_matches_the_exact_value(q: float, sigma: float, delta: float, 
 
 
 @pytest.mark.parametrize(("q", "sigma", "num_steps", "delta", "pld", "prv", "rdp"), DP_SGD)
-def test_dp_sgd_matches_published_values(
-    q: float, sigma: float, num_steps: int, delta: float, pld: float, prv: float, rdp: float
-) -> None:
+def test_dp_sgd_matches_published_values(q, sigma, num_steps, delta, pld, prv, rdp):
     event = dp_sgd_event(q, sigma, num_steps)
     figure = epsilon(event, delta, "zero_out")
     assert pld - 1e-3 <= figure <= pld + 2e-3
     assert epsilon(event, delta, "zero_out", "prv") == pytest.approx(prv, abs=2e-3)
     assert figure <= epsilon(event, delta, "zero_out", "prv") <= figure + 0.03
     assert epsilon(event, delta, "zero_out", "rdp") == pytest.approx(rdp, rel=5e-3)
+    assert epsilon(event, delta, "add_or_remove_one") == figure
 
 
-@pytest.mark.parametrize(
-    ("runs", "pld", "rdp", "added"), [(2, 3.788, 4.460, 5.93), (5, 5.599, 6.342, 14.8), (10, 7.863, 8.730, 29.6)]
-)
+@pytest.mark.parametrize(("runs", "pld", "rdp", "added"), [(2, 3.788, 4.460, 5.93), (10, 7.863, 8.730, 29.6)])
 def test_runs_compose_for_less_than_their_sum(runs: int, pld: float, rdp: float, added: float) -> None:
     assert pld - 1e-3 <= epsilon(compose([RUN] * runs), 1e-5, "zero_out") <= pld + 2e-3
     assert epsilon(compose([RUN] * runs), 1e-5, "zero_out", "rdp") == pytest.approx(rdp, rel=1e-3)
     assert runs * epsilon(RUN, 1e-5, "zero_out") == pytest.approx(added, rel=3e-3)
-
-
-def test_prv_composes_different_runs_too() -> None:
-    runs = compose([dp_sgd_event(0.2, 2.0, 3), dp_sgd_event(0.1, 1.5, 5)])
-    figure = epsilon(runs, 1e-5, "zero_out")
-    assert figure <= epsilon(runs, 1e-5, "zero_out", "prv") <= figure + 0.03
-
-
-def test_zero_out_costs_what_adding_costs_and_no_other_relation_is_known() -> None:
-    for accountant in ("pld", "rdp"):
-        assert epsilon(RUN, 1e-5, "zero_out", accountant) == epsilon(RUN, 1e-5, "add_or_remove_one", accountant)
-    with pytest.raises(ConfigError, match="'replace_one' is unknown"):
-        epsilon(RUN, 1e-5, "replace_one")  # type: ignore[arg-type]
+    different = compose([dp_sgd_event(0.2, 2.0, 3), dp_sgd_event(0.1, 1.5, 5)])
+    figure = epsilon(different, 1e-5, "zero_out")
+    assert figure <= epsilon(different, 1e-5, "zero_out", "prv") <= figure + 0.03
 
 
 # Several rows of a unit, each drawn and clipped on its own (q .01, sigma 1.5, T 300, delta 1e-5).
@@ -124,33 +108,16 @@ def test_one_step_of_a_group_matches_its_exact_mixture(q: float, sigma: float, r
     x = np.linspace(-12 * sigma, rows + 12 * sigma, 400_001)
     with_them = sum(binom.pmf(j, rows, q) * norm.pdf(x, j, sigma) for j in range(rows + 1))
     without = norm.pdf(x, 0, sigma)
-    exact = [
-        np.trapezoid(np.maximum(p - math.exp(eps) * r, 0), x) for p, r in ((with_them, without), (without, with_them))
-    ]
-    assert max(exact) <= delta * (1 + 1e-6)
-    assert max(exact) >= delta * (1 - 1e-3)
-
-
-def test_mixtures_are_those_of_dp_accounting() -> None:
-    """The points are inverted in another way; nothing else is."""
-    for q, sigma, rows in ((0.02, 0.8, 3), (0.3, 2.0, 7), (1e-4, 0.6, 2)):
-        weights = [float(binom.pmf(j, rows, q)) for j in range(rows + 1)]
-        theirs = pld.from_mixture_gaussian_mechanism(
-            sigma, list(range(rows + 1)), weights, value_discretization_interval=0.02
-        )
-        ours = privacy_loss._sampled_loss(SampledSums(q, sigma, rows, 1), 0.02)
-        at = np.linspace(0.0, 5.0, 60)
-        assert ours.get_delta_for_epsilon(list(at)) == pytest.approx(theirs.get_delta_for_epsilon(list(at)), abs=1e-10)
-        assert (ours.get_delta_for_epsilon(list(at)) >= theirs.get_delta_for_epsilon(list(at)) - 1e-12).all()
+    sides = (with_them, without), (without, with_them)
+    exact = max(np.trapezoid(np.maximum(one - math.exp(eps) * other, 0), x) for one, other in sides)
+    assert delta * (1 - 1e-3) <= exact <= delta * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("direction", ["REMOVE", "ADD"])
-@pytest.mark.parametrize("sigma", [0.02, 0.3, 0.8, 4.0, 200.0])
-@pytest.mark.parametrize("q", [1e-9, 1e-5, 0.01, 0.5, 0.99, 1 - 1e-12])
+@pytest.mark.parametrize("sigma", [0.02, 0.8, 200.0])
+@pytest.mark.parametrize("q", [1e-9, 0.01, 0.5, 1 - 1e-12])
 def test_a_sampled_step_is_that_of_dp_accounting(q: float, sigma: float, direction: str) -> None:
     """The same points, inverted all at once: each delta is theirs but for the rounding of numbers near 1."""
-    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
-
     theirs = GaussianPrivacyLoss(sigma, sampling_prob=q, adjacency_type=AdjacencyType[direction])
     ours = privacy_loss._gaussian(SampledSums(q, sigma, 1, 1), removes=direction == "REMOVE")
     assert ours.connect_dots_bounds() == theirs.connect_dots_bounds()
@@ -160,20 +127,25 @@ def test_a_sampled_step_is_that_of_dp_accounting(q: float, sigma: float, directi
 
 
 def test_an_imported_run_costs_what_it_says() -> None:
-    assert epsilon(imported(1.0, 1e-6), 1e-6, "zero_out") == pytest.approx(1.0, abs=2e-4)
-    assert epsilon(imported(1.0, 1e-6), 0.9e-6, "zero_out") == math.inf
-    assert epsilon(imported(1.0, 1e-6), 0.9e-6, "zero_out", "rdp") == math.inf
-    assert 1.0 - 1e-9 <= epsilon(imported(1.0), 1e-12, "zero_out") <= 1.0 + 1e-4
-    assert epsilon(imported(0.0, 0.0), 1e-6, "zero_out") == 0.0
-    both = epsilon(compose([RUN, imported(0.5, 1e-6)]), 1e-5, "zero_out")
+    assert epsilon(Imported(1.0, 1e-6), 1e-6, "zero_out") == pytest.approx(1.0, abs=2e-4)
+    assert epsilon(Imported(1.0, 1e-6), 0.9e-6, "zero_out") == math.inf
+    assert epsilon(Imported(1.0, 1e-6), 0.9e-6, "zero_out", "rdp") == math.inf
+    assert 1.0 - 1e-9 <= epsilon(Imported(1.0, 0.0), 1e-12, "zero_out") <= 1.0 + 1e-4
+    assert epsilon(Imported(0.0, 0.0), 1e-6, "zero_out") == 0.0
+    twice = SelfComposed(
+        2, Imported(0.0, 0.01)
+    )  # of two that tell all with probability d each, one does with 1 - (1 - d)^2
+    assert epsilon(twice, 0.0199 + 1e-9, "zero_out") == pytest.approx(0.0, abs=1e-6)
+    assert epsilon(twice, 0.0199 - 1e-9, "zero_out") == math.inf
+    both = epsilon(compose([RUN, Imported(0.5, 1e-6)]), 1e-5, "zero_out")
     assert epsilon(RUN, 1e-5, "zero_out") < both <= epsilon(RUN, 9e-6, "zero_out") + 0.5 + 1e-3
-    assert both <= epsilon(compose([RUN, imported(0.5, 1e-6)]), 1e-5, "zero_out", "rdp")
+    assert both <= epsilon(compose([RUN, Imported(0.5, 1e-6)]), 1e-5, "zero_out", "rdp")
 
 
 @pytest.mark.parametrize(("eps", "times"), [(0.1, 40), (1.0, 4), (0.5, 1)])
 def test_imported_runs_compose_as_randomised_response(eps: float, times: int) -> None:
     """The worst (eps, 0)-DP mechanism: the delta of its k-fold composition is a binomial sum (Kairouz et al. 2015)."""
-    event = SelfComposed(times, imported(eps))
+    event = SelfComposed(times, Imported(eps, 0.0))
     result = epsilon(event, 1e-3, "zero_out")
     yes = np.arange(times + 1)
     losses = (2 * yes - times) * eps
@@ -187,24 +159,22 @@ def test_imported_runs_compose_as_randomised_response(eps: float, times: int) ->
     assert result <= epsilon(event, 1e-3, "zero_out", "rdp")
 
 
-def test_an_imported_delta_composes_too() -> None:
-    """Of two runs that tell all with probability d each, one tells with 1 - (1 - d)^2."""
-    twice = SelfComposed(2, imported(0.0, 0.01))
-    assert epsilon(twice, 0.0199 + 1e-9, "zero_out") == pytest.approx(0.0, abs=1e-6)
-    assert epsilon(twice, 0.0199 - 1e-9, "zero_out") == math.inf
-
-
 def test_gdp_is_refused_because_it_is_optimistic() -> None:
     with pytest.raises(ConfigError, match="understates"):
         epsilon(RUN, 1e-5, "zero_out", "gdp")
 
 
-def test_bad_arguments_are_refused() -> None:
-    for delta in (0.0, 1.0, -1e-5, math.nan, None):
-        with pytest.raises(ConfigError, match="delta"):
-            epsilon(RUN, delta, "zero_out")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="moments"):
-        epsilon(RUN, 1e-5, "zero_out", "moments")
+@pytest.mark.parametrize(
+    ("delta", "relation", "accountant", "named"),
+    [
+        *((delta, "zero_out", "pld", "delta") for delta in (0.0, 1.0, -1e-5, math.nan, None)),
+        (1e-5, "replace_one", "pld", "replace_one"),
+        (1e-5, "zero_out", "moments", "moments"),
+    ],
+)
+def test_bad_arguments_are_refused(delta: Any, relation: Any, accountant: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        epsilon(RUN, delta, relation, accountant)
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp", "prv"])
@@ -221,7 +191,7 @@ def test_hardly_any_noise_is_answered_with_a_bound_and_not_with_a_crash() -> Non
     assert epsilon(dp_sgd_event(0.02, 0.5, 10, 1024), 1e-5, "zero_out") > 1000
     assert epsilon(dp_sgd_event(0.02, 1e-6, 10, 4), 1e-5, "zero_out") == math.inf
     assert epsilon(Gaussian(1e-5), 1e-5, "zero_out") == math.inf
-    assert epsilon(SelfComposed(100, imported(1000.0)), 1e-5, "zero_out") == math.inf
+    assert epsilon(SelfComposed(100, Imported(1000.0, 0.0)), 1e-5, "zero_out") == math.inf
 
 
 quick = settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -239,9 +209,7 @@ def cost(q: float, sigma: float, num_steps: int, delta: float, rows: int = 1) ->
 
 @quick
 @given(rates, sigmas, steps, deltas, more)
-def test_epsilon_rises_with_steps_and_sampling_and_falls_with_noise_and_delta(
-    q: float, sigma: float, num_steps: int, delta: float, by: float
-) -> None:
+def test_epsilon_rises_with_steps_and_sampling_and_falls_with_noise_and_delta(q, sigma, num_steps, delta, by):
     here = cost(q, sigma, num_steps, delta)
     assert cost(q, sigma, math.ceil(num_steps * by), delta) >= here
     assert cost(min(1.0, q * by), sigma, num_steps, delta) >= here - ROUND_OFF
@@ -252,32 +220,22 @@ def test_epsilon_rises_with_steps_and_sampling_and_falls_with_noise_and_delta(
 
 @quick
 @given(rates, sigmas, steps, deltas)
-def test_rdp_is_never_below_pld_and_a_fine_pld_never_above_a_coarse_one(
-    q: float, sigma: float, num_steps: int, delta: float
-) -> None:
+def test_rdp_is_never_below_pld_and_a_fine_pld_never_above_a_coarse_one(q, sigma, num_steps, delta):
     event = dp_sgd_event(q, sigma, num_steps)
-    coarse = epsilon(event, delta, "zero_out", interval=2e-3)
-    assert epsilon(event, delta, "zero_out", interval=5e-4) <= coarse + ROUND_OFF
-    assert epsilon(event, delta, "zero_out", "rdp") >= epsilon(event, delta, "zero_out", interval=5e-4) - 1e-3
+    fine, coarse = (epsilon(event, delta, "zero_out", interval=interval) for interval in (5e-4, 2e-3))
+    assert fine <= coarse + ROUND_OFF
+    assert epsilon(event, delta, "zero_out", "rdp") >= fine - 1e-3
 
 
 @quick
 @given(rates, sigmas, steps, rates, sigmas, steps, deltas)
-def test_composition_commutes_and_costs_at_least_each_part(
-    q: float, sigma: float, num_steps: int, q2: float, sigma2: float, num_steps2: int, delta: float
-) -> None:
+def test_composition_commutes_and_costs_at_least_each_part(q, sigma, num_steps, q2, sigma2, num_steps2, delta):
     one, two = dp_sgd_event(q, sigma, num_steps), dp_sgd_event(q2, sigma2, num_steps2, 2)
     both = epsilon(compose([one, two]), delta, "zero_out", interval=1e-3)
     assert both == epsilon(compose([two, one]), delta, "zero_out", interval=1e-3)
     parts = [epsilon(e, delta, "zero_out", interval=1e-3) for e in (one, two)]
     assert both >= max(parts) - ROUND_OFF
     assert epsilon(compose([one, two]), 2 * delta, "zero_out", interval=1e-3) <= sum(parts) + 1e-2
-
-
-def test_a_curve_is_the_epsilon_at_each_delta() -> None:
-    points = curve(RUN, "zero_out", [1e-4, 1e-5, 1e-6])
-    assert points == [(d, epsilon(RUN, d, "zero_out")) for d in (1e-4, 1e-5, 1e-6)]
-    assert [e for _, e in points] == sorted(e for _, e in points)
 
 
 def test_accountants_stand_side_by_side() -> None:
@@ -287,8 +245,7 @@ def test_accountants_stand_side_by_side() -> None:
     }
     assert epsilon_by_accountant(RUN, 1e-5, "zero_out", prv=True).keys() == {"pld", "rdp", "prv"}
     assert epsilon_by_accountant(dp_sgd_event(0.1, 1.0, 2, 3), 1e-5, "zero_out", prv=True).keys() == {"pld"}
-    million = dp_sgd_event(0.001, 1.0, 1_000_000)  # more than PRV may take
-    assert epsilon_by_accountant(million, 1e-6, "zero_out", prv=True).keys() == {"pld", "rdp"}
+    assert epsilon_by_accountant(MILLION, 1e-6, "zero_out", prv=True).keys() == {"pld", "rdp"}
 
 
 @pytest.mark.parametrize(("name", "off"), [("rdp", -0.002), ("prv", -0.002), ("prv", 0.06)])
@@ -300,38 +257,35 @@ def test_accountants_that_contradict_each_other_are_an_error(monkeypatch: Any, n
         epsilon_by_accountant(RUN, 1e-5, "zero_out", prv=True)
 
 
-def test_second_accountant_agrees_or_refuses() -> None:
+MILLION = dp_sgd_event(0.001, 1.0, 1_000_000)  # more than PRV may take
+SECOND = {
+    "opacus-prv": (RUN, 1e-5, 2.9736),
+    "dp-accounting-rdp (prv cannot answer)": (MILLION, 1e-6, 7.1441),
+    "dp-accounting-rdp (prv does not know this event)": (compose([RUN, Imported(0.5, 1e-6)]), 1e-5, None),
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_a_second_accountant_that_knows_the_event_agrees_or_refuses(name: str) -> None:
+    event, delta, expected = SECOND[name]
+    figure = epsilon(event, delta, "zero_out")
+    second = cross_check(event, delta, "zero_out", figure)
+    assert (second.name, bool(second.version)) == (name, True)
+    assert second.epsilon >= figure
+    assert expected is None or second.epsilon == pytest.approx(expected, abs=2e-3)
+    for wrong in (1.5 * figure + 5, math.inf):
+        with pytest.raises(Refused):
+            cross_check(event, delta, "zero_out", wrong)
+
+
+def test_a_second_accountant_contradicts_what_is_hardly_wrong() -> None:
     figure = epsilon(RUN, 1e-5, "zero_out")
-    second = cross_check(RUN, 1e-5, "zero_out", figure)
-    assert second is not None
-    assert second.name == "opacus-prv"
-    assert second.version
-    assert figure <= second.epsilon <= figure + 0.03
-    for wrong in (figure + 0.02, figure - 0.05, 2.0, 4.0, math.inf):
+    for wrong in (figure + 0.02, figure - 0.05):
         with pytest.raises(Refused):
             cross_check(RUN, 1e-5, "zero_out", wrong)
-    nothing = cross_check(compose([]), 1e-5, "zero_out", 0.0)
-    assert nothing is not None
-    assert nothing.epsilon == 0.0
-
-
-def test_rdp_stands_in_where_prv_cannot_answer() -> None:
-    million = dp_sgd_event(0.001, 1.0, 1_000_000)
-    second = cross_check(million, 1e-6, "zero_out", epsilon(million, 1e-6, "zero_out"))
-    assert second is not None
-    assert second.name == "dp-accounting-rdp (prv cannot answer)"
-    assert second.epsilon == pytest.approx(7.1441, abs=1e-3)
-    with pytest.raises(Refused):
-        cross_check(million, 1e-6, "zero_out", 7.2)
     with pytest.raises(ConfigError, match="prv"):
-        epsilon(million, 1e-6, "zero_out", "prv")
-
-
-def test_a_second_accountant_is_one_that_knows_the_event_or_none() -> None:
-    event = compose([RUN, imported(0.5, 1e-6)])
-    second = cross_check(event, 1e-5, "zero_out", epsilon(event, 1e-5, "zero_out"))
-    assert second is not None
-    assert second.name == "dp-accounting-rdp (prv does not know this event)"
+        epsilon(MILLION, 1e-6, "zero_out", "prv")
+    assert cross_check(compose([]), 1e-5, "zero_out", 0.0).epsilon == 0.0
     alone = dp_sgd_event(0.02, 1.0, 10, 4)
     assert cross_check(alone, 1e-5, "zero_out", epsilon(alone, 1e-5, "zero_out")) is None
     with pytest.raises(Refused):
@@ -375,21 +329,21 @@ def test_round_off_and_large_epsilons_are_no_contradiction(rate: float, sigma: f
     assert cross_check(event, delta, "zero_out", epsilon(event, delta, "zero_out"))
 
 
-@pytest.mark.parametrize("relation", ["zero_out", "add_or_remove_one"])
-@pytest.mark.parametrize("part", [(0.01, 1.0, 500), (1.0, 4.0, 10), (0.3, 2.0, 60), (0.002, 0.5, 3000)])
-def test_pld_is_that_of_dp_accountings_own_accountant(
-    part: tuple[float, float, int], relation: Relation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+RELATIONS = {
+    "zero_out": NeighboringRelation.REPLACE_SPECIAL,
+    "add_or_remove_one": NeighboringRelation.ADD_OR_REMOVE_ONE,
+}
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize("part", [(0.01, 1.0, 500), (1.0, 4.0, 10), (0.002, 0.5, 3000)])
+def test_pld_is_that_of_dp_accountings_own_accountant(part: Any, relation: Any, monkeypatch: Any) -> None:
     """Steps are composed here, so that one step is computed once for every number of them; nothing may be lost by it.
 
     One step of our own differs from theirs by rounding alone.
     """
-    relations = {
-        "zero_out": NeighboringRelation.REPLACE_SPECIAL,
-        "add_or_remove_one": NeighboringRelation.ADD_OR_REMOVE_ONE,
-    }
     event = compose([dp_sgd_event(*part), dp_sgd_event(0.05, 3.0, 7)])
-    theirs = PLDAccountant(relations[relation], 1e-3).compose(dp_event_of(parts_of(event))).get_epsilon(1e-5)
+    theirs = PLDAccountant(RELATIONS[relation], 1e-3).compose(dp_event_of(parts_of(event))).get_epsilon(1e-5)
     assert epsilon(event, 1e-5, relation, "pld", interval=1e-3) == pytest.approx(theirs, rel=1e-8)
 
     def step(part: SampledSums, _: Relation, interval: float) -> Any:

@@ -10,7 +10,6 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +17,16 @@ import numpy as np
 import pytest
 import tiny_models as tm
 import torch
-from cases import BF16, FAMILIES, HEAD, MODES, TIED, Shapes
+from cases import BF16, FAMILIES, MODES, Shapes, built
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from tiny_models import FROZEN, LORA, Toy
+from tiny_models import LORA, Toy
 from torch import Tensor, nn
 
 from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.model.memory import pass_length
-from dpllm.privacy import attention, noise, selfcheck
+from dpllm.privacy import attention, selfcheck
 from dpllm.privacy.gradients import PassGradients
 from dpllm.privacy.noise import GaussianNoise, noise_scale, spacing_of
 from dpllm.privacy.packing import Targets, lay_out
@@ -35,20 +34,8 @@ from dpllm.privacy.schedule import Packing
 from dpllm.run.build import check_passes
 
 MIXED = ((9, 4), (17,), (5,), (12,), (3, 7, 2), (31,), (6,), (6,), (40, 2), (23,))
-CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "llama": ("llama", LORA, {}),
-    "gpt2": ("gpt2", LORA, {}),
-    "gpt2, last block": ("gpt2", FROZEN, {}),
-    "opt": ("opt", LORA, {}),
-    "tied head": ("llama", HEAD, TIED),
-    "everything": ("gpt2", "", {}),
-}
-
-
-@cache
-def built(name: str) -> Any:
-    family, adapter, changes = CASES[name]
-    return tm.build(family, adapter, **changes)
+LLAMA, TIED_HEAD = "llama, all-linear", "llama, last block and tied head"
+NAMES = (LLAMA, "gpt2, all-linear", "gpt2, last block", TIED_HEAD, "gpt2, everything")
 
 
 def added(engine: Any, some: list[Any]) -> Tensor:
@@ -60,7 +47,7 @@ def added(engine: Any, some: list[Any]) -> Tensor:
 
 @pytest.mark.parametrize("autocast", [contextlib.nullcontext, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself(name: str, mode: str, autocast: Any) -> None:
     """Also in bf16, where a row that brought a longer shape once moved the sum over 1,023 others by 7.92 C."""
     engine = tm.make_engine(built(name), tm.plan(0.05), mode=mode, autocast=autocast)
@@ -78,7 +65,7 @@ def same_bits(engine: Any) -> None:
 
 
 def test_so_it_is_under_automatic_clipping() -> None:
-    same_bits(tm.make_engine(built("llama"), tm.plan(0.05, clipping="automatic")))
+    same_bits(tm.make_engine(built(LLAMA), tm.plan(0.05, clipping="automatic")))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,14 +75,14 @@ def test_every_family_passes_its_self_check_and_adds_the_same_bits(family: str) 
     same_bits(engine)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_products_have_the_same_shapes_whoever_is_drawn(name: str) -> None:
     """A product over as many targets as were drawn had another kernel on a GPU, and other bits."""
     engine, products = tm.make_engine(built(name), tm.plan(0.05)), []
     for lengths in (MIXED, ((17,),), ((3,), (5, 2), (40,)), tuple((2,) for _ in range(9))):
         with Shapes() as seen:
             added(engine, tm.units(lengths))
-        products.append(seen.products)
+        products.append(set(seen.products))
     assert products[1:] == products[:-1]
 
 
@@ -105,16 +92,7 @@ def test_a_product_of_the_targets_that_were_drawn_is_seen(monkeypatch: pytest.Mo
         Targets, "of", lambda ids, positions, shape, pack: of(ids, positions, shape, max(1, len(positions)))
     )
     with pytest.raises(AssertionError):
-        test_products_have_the_same_shapes_whoever_is_drawn("llama")
-
-
-@pytest.mark.parametrize("tokens", [64, 96, 256, 1024])
-def test_passes_of_any_length_add_a_unit_within_rounding(tokens: int) -> None:
-    """Another length of passes may round differently, and nothing else; a run keeps one."""
-    some = tm.units(MIXED)
-    engine = tm.make_engine(built("llama"), tm.plan(0.05))
-    reference_P, other_P = added(engine, some), engine.clipped_sum(tm.batches(some, tokens))[0]
-    assert float((other_P - reference_P).norm()) <= 1e-5 * float(reference_P.norm())
+        test_products_have_the_same_shapes_whoever_is_drawn(LLAMA)
 
 
 # --- and a model whose kernels do not is refused ------------------------------------------------------------------------
@@ -149,15 +127,10 @@ def by_company(x_1Md: Tensor) -> Tensor:
     return x_1Md + 3e-6 * x_1Md.detach().mean()
 
 
-def test_a_layer_that_rounds_by_its_company_is_refused() -> None:
-    with pytest.raises(NotBatchInvariant, match=r"rounds a row differently"):
-        changed(by_company).self_check(tm.VOCABULARY)
-
-
-def test_examples_by_themselves_have_no_company() -> None:
+def test_a_layer_that_rounds_by_its_company_is_refused_and_examples_by_themselves_have_none() -> None:
     """And an engine that was refused for its rounding can be asked again."""
     engine = changed(by_company)
-    with pytest.raises(NotBatchInvariant):
+    with pytest.raises(NotBatchInvariant, match=r"rounds a row differently"):
         engine.self_check(tm.VOCABULARY)
     engine.repack(tm.packing(tm.ALONE))
     engine.self_check(tm.VOCABULARY)
@@ -182,24 +155,19 @@ def test_every_place_of_a_pass_is_tried(block: int, backward: bool) -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_row_that_reads_the_row_before_is_refused(backward: bool) -> None:
-    def reads(x_1Md: Tensor) -> Tensor:
-        return x_1Md + 0.1 * x_1Md.roll(-1 if backward else 1, dims=1)  # a row's last token has no gradient of its own
-
+    shift = -1 if backward else 1  # a row's last token has no gradient of its own
     with pytest.raises(NotBatchInvariant):
-        changed(reads, backward).self_check(tm.VOCABULARY)
+        changed(lambda x_1Md: x_1Md + 0.1 * x_1Md.roll(shift, dims=1), backward).self_check(tm.VOCABULARY)
 
 
-def test_what_reads_the_row_before_runs_each_example_by_itself() -> None:
-    """A short convolution or a recurrence (LFM2, RecurrentGemma), of which attention knows nothing."""
-    engine = changed(lambda x_1Md: x_1Md + 0.1 * x_1Md.roll(1, dims=1))
-    check_passes(engine, tm.VOCABULARY, pad_id=0)
-    assert engine.packing.alone
-    same_bits(engine)
-
-
-def test_so_does_attention_that_asks_for_what_rows_of_a_pass_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "HARMLESS", frozenset())
-    engine = tm.make_engine(tm.build("llama", LORA))
+@pytest.mark.parametrize(
+    "change", [lambda x_1Md: x_1Md + 0.1 * x_1Md.roll(1, dims=1), None], ids=["layer", "attention"]
+)
+def test_what_reads_the_row_before_runs_each_example_by_itself(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short convolution or a recurrence (LFM2, RecurrentGemma); or attention that asks for what rows of a pass cannot have."""
+    if change is None:
+        monkeypatch.setattr(attention, "HARMLESS", frozenset())
+    engine = changed(change) if change else tm.make_engine(tm.build("llama", LORA))
     check_passes(engine, tm.VOCABULARY, pad_id=0)
     assert engine.packing.alone
     same_bits(engine)
@@ -218,23 +186,21 @@ def test_a_long_row_that_is_read_otherwise_in_a_pass_is_seen() -> None:
         engine.self_check(tm.VOCABULARY)
 
 
-@pytest.mark.parametrize("longest", range(2, 32))
+@pytest.mark.parametrize("longest", [2, 3, 5, 7, 8, 15, 16, 21, 31])
 def test_small_passes_are_checked_too(longest: int) -> None:
-    tm.make_engine(built("llama"), tokens=32, longest=longest).self_check(tm.VOCABULARY)
+    tm.make_engine(built(LLAMA), tokens=32, longest=longest).self_check(tm.VOCABULARY)
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(
-    st.integers(1, 600),
-    st.integers(2, 2_100),
-    st.one_of(st.none(), st.integers(1, 4_000)),
-    st.sampled_from([32, 64, 128, 256]),
-    st.sampled_from([1, 2]),
-    st.integers(1, 200),
+    batch=st.integers(1, 600),
+    max_length=st.integers(2, 2_100),
+    asked=st.one_of(st.none(), st.integers(1, 4_000)),
+    multiple=st.sampled_from([32, 64, 128, 256]),
+    each=st.sampled_from([1, 2]),
+    most=st.integers(1, 200),
 )
-def test_what_the_check_shows_in_company_fits_passes_of_any_length(
-    batch: int, max_length: int, asked: int | None, multiple: int, each: int, most: int
-) -> None:
+def test_what_the_check_shows_in_company_fits_passes_of_any_length(batch, max_length, asked, multiple, each, most):
     tokens = pass_length(batch, each * max_length, asked, multiple=multiple, least=512, most=2_048)
     packing = Packing(tokens, most, 1, 128, max_length, each, multiple)
     subject: Any = SimpleNamespace(longest=max_length, packing=packing, vocab_size=9, pad_id=0)
@@ -276,23 +242,21 @@ def multiples(vector: Tensor, spacing: float) -> bool:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_clipped_sums_are_multiples_of_the_spacing_and_no_longer_than_stated(name: str, mode: str) -> None:
-    on_lattice(built(name), mode)
+    on_lattice(name, mode)
 
 
-def on_lattice(net: nn.Module, mode: str = "held") -> None:
+def on_lattice(name: str, mode: str = "held") -> None:
     bound, sigma = 0.05, 0.7
-    engine = tm.make_engine(net, tm.plan(bound, sigma), mode=mode)
+    engine = tm.make_engine(built(name), tm.plan(bound, sigma), mode=mode)
     scale = noise_scale(sigma, bound, engine.size)
     for item in tm.units(MIXED):
         sum_P = added(engine, [item])
         assert multiples(sum_P, spacing_of(scale))
         assert float(sum_P.norm()) <= scale / sigma
-    stream = GaussianNoise(5, tm.CPU)
-    noised_P = sum_P.clone()
-    stream.add_to(noised_P, scale)
-    assert multiples(noised_P, spacing_of(scale))
+    GaussianNoise(5, tm.CPU).add_to(sum_P, scale)
+    assert multiples(sum_P, spacing_of(scale))
 
 
 def test_noise_covers_what_rounding_to_the_lattice_adds() -> None:
@@ -323,33 +287,28 @@ def test_low_bits_of_a_release_are_uniform_with_and_without_a_row(seed: int) -> 
 
 def test_the_noise_is_the_rounded_gaussian_of_the_stream() -> None:
     sum_P = torch.arange(1000, dtype=torch.float64) * spacing_of(3.0)
-    noised_P = sum_P.clone()
-    GaussianNoise(7, tm.CPU).add_to(noised_P, 3.0)
-    exact_P = 3.0 * GaussianNoise(7, tm.CPU).draw(1000)
-    assert float((noised_P - sum_P - exact_P).abs().max()) <= spacing_of(3.0) / 2
+    exact_P = sum_P + 3.0 * GaussianNoise(7, tm.CPU).draw(1000)
+    GaussianNoise(7, tm.CPU).add_to(sum_P, 3.0)
+    assert float((sum_P - exact_P).abs().max()) <= spacing_of(3.0) / 2
 
 
 # --- each step of the lattice is needed: without it a test above fails ---------------------------------------------------
 
 
-def no_rounding(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-@pytest.mark.parametrize("name", ["llama", "tied head"])
+@pytest.mark.parametrize("name", [LLAMA, TIED_HEAD])
 def test_without_rounding_of_contributions_sums_leave_the_lattice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "round_", no_rounding)
+    monkeypatch.setattr(torch.Tensor, "round_", lambda tensor: tensor)
     with pytest.raises(AssertionError):
-        on_lattice(built(name))
+        on_lattice(name)
 
 
 def test_without_rounding_of_the_noise_the_release_leaves_the_lattice(monkeypatch: pytest.MonkeyPatch) -> None:
     def add_to(self: GaussianNoise, sum_P: Tensor, scale: float) -> None:
         sum_P += scale * self.draw(len(sum_P))
 
-    monkeypatch.setattr(noise.GaussianNoise, "add_to", add_to)
+    monkeypatch.setattr(GaussianNoise, "add_to", add_to)
     with pytest.raises(AssertionError):
-        on_lattice(built("llama"))
+        on_lattice(LLAMA)
 
 
 def test_shapes_that_follow_the_others_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,18 +321,16 @@ def test_shapes_that_follow_the_others_are_seen(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(PassGradients, "unit_norms", norms_together)
     with pytest.raises(AssertionError):
-        test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself("llama", "held", contextlib.nullcontext)
+        test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself(LLAMA, "held", contextlib.nullcontext)
 
 
-@pytest.mark.parametrize("units", [1, 3, 8, 17, 61])
+@pytest.mark.parametrize("units", [1, 8, 61])
 def test_a_units_norm_does_not_follow_how_many_others_are_in_the_pass(units: int) -> None:
     """A sum over layers by one kernel took another order for the last units than for the first."""
     some = tm.units([(3 + number % 5,) for number in range(units)])
     engine = tm.make_engine(tm.build("llama", "", num_hidden_layers=4), tm.plan(0.05), tokens=512)
     engine.repack(replace(engine.packing, most_units=64))
-    sum_P = torch.zeros(engine.size, dtype=torch.float64)
-    (whole,) = tm.batches(some, engine)
-    norm_U = engine._clipper.add(engine.losses, whole, sum_P, 1.0, 2.0**-30)[1]
+    norm_U = tm.norms(engine, *tm.batches(some, engine))
     by_tokens = sorted(range(units), key=lambda number: (-len(some[number].sequences[0].input_ids), number))
     for place, number in enumerate(by_tokens):
         assert tm.engine_norm(engine, some[number], 512) == float(norm_U[place])

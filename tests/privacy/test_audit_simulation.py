@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import math
 
+import audit_simulation as simulated
 import numpy as np
 import pytest
-from audit_simulation import (
-    ALPHA,
-    EPSILONS,
-    MECHANISMS,
-    NUM_STEPS,
-    SAMPLED_NOISE,
-    SAMPLING_RATE,
-    SIGNIFICANCE,
-    SPREAD_GRID,
-    Mechanism,
-    audits,
-    false_alarm,
-    gaussian,
-    laplace,
-    randomized_response,
-)
+from audit_simulation import ALPHA, EPSILONS, MECHANISMS, SIGNIFICANCE, SPREAD_GRID, Mechanism, audits, false_alarm
 from scipy import stats
 
 from dpllm.auditing.bounds import epsilon_lower_bound, one_run_ceiling
 from dpllm.auditing.statistics import auc, exposure, exposure_null_mean, rank_sum_p_value
-from dpllm.privacy.accounting import dp_sgd_event
-from dpllm.privacy.accounting import epsilon as stated_epsilon
+from dpllm.privacy import accounting
 from dpllm.recipe.sections import default_ways
 from dpllm.statement.audit_bounds import group_claim
 
 
 def test_the_sampled_gaussian_has_the_epsilon_that_the_simulations_say() -> None:
-    for epsilon, noise in SAMPLED_NOISE.items():
-        stated = stated_epsilon(dp_sgd_event(SAMPLING_RATE, noise, NUM_STEPS), 1e-5, "zero_out")
+    for epsilon, noise in simulated.SAMPLED_NOISE.items():
+        event = accounting.dp_sgd_event(simulated.SAMPLING_RATE, noise, simulated.NUM_STEPS)
+        stated = accounting.epsilon(event, 1e-5, "zero_out")
         assert epsilon - 0.01 < stated <= epsilon
 
 
 def rounded(mechanism: Mechanism, order: str, step: float) -> Mechanism:
     """The mechanism with scores of few values, in a table that lists members in a given order."""
 
-    def run(coins, epsilon, delta, rng):  # type: ignore[no-untyped-def]
+    def run(coins, epsilon, delta, rng):
         coins[:] = np.sort(coins)[::-1] if order == "members first" else np.sort(coins)
         return np.round(mechanism.run(coins, epsilon, delta, rng) / step) * step
 
@@ -64,9 +50,7 @@ def test_the_bound_exceeds_the_truth_at_most_as_often_as_alpha_says(name, epsilo
     ("name", "step"), [("randomized response", 1.0), ("gaussian", 0.5), ("laplace", 4.0), ("gaussian", 99.0)]
 )
 @pytest.mark.parametrize("ways", [default_ways(200), {"falling_in": [63]}])
-def test_equal_scores_claim_nothing_falsely_in_whatever_order_of_rows(
-    ways, name, step, order, num_canaries, seed, full
-):
+def test_equal_scores_claim_nothing_falsely_in_any_order_of_rows(ways, name, step, order, num_canaries, seed, full):
     """A step of 99 makes all scores equal."""
     mechanism = rounded(MECHANISMS[name], order, step)
     rng = np.random.default_rng([seed, num_canaries, int(step), order == "members first"])
@@ -80,7 +64,7 @@ def test_one_test_on_randomized_response_is_nearly_tight(epsilon, seed, full):
     """Here the theorem is an equality, so a bound that is much too careful would show as well."""
     count = 4000 if full else 300
     rng = np.random.default_rng([seed, 7])
-    mechanism = Mechanism(randomized_response, 0.0)
+    mechanism = Mechanism(simulated.randomized_response, 0.0)
     bounds = audits(mechanism, epsilon, 400, count, rng, falling=[300])
     assert not false_alarm(bounds, epsilon)
     false = sum(bound.value > epsilon for bound in bounds)
@@ -91,12 +75,10 @@ def test_many_guess_counts_are_paid_for_and_would_be_caught_if_not(seed, full):
     epsilon, count = 0.5, 2000 if full else 800
     rng = np.random.default_rng([seed, 8])
     # Without delta and with a mechanism whose every extreme score is equally telling, no entry is better than another.
-    mechanism = Mechanism(laplace, 0.0)
+    mechanism = Mechanism(simulated.laplace, 0.0)
     assert not false_alarm(audits(mechanism, epsilon, 1000, count, rng, falling=SPREAD_GRID), epsilon)
-    # Each entry tested at alpha itself, as if there were no others.
-    unpaid_alpha = ALPHA * len(SPREAD_GRID)
-    unpaid = audits(mechanism, epsilon, 1000, count, rng, alpha=unpaid_alpha, falling=SPREAD_GRID)
-    assert false_alarm(unpaid, epsilon)
+    alpha = ALPHA * len(SPREAD_GRID)  # each entry tested at alpha itself, as if there were no others
+    assert false_alarm(audits(mechanism, epsilon, 1000, count, rng, alpha=alpha, falling=SPREAD_GRID), epsilon)
 
 
 def test_delta_is_paid_for_and_would_be_caught_if_not(seed):
@@ -113,8 +95,8 @@ def test_repeated_canaries_are_judged_by_the_claim_for_groups(seed, full):
     claim = group_claim(one, 1e-6, repetitions)
     rng = np.random.default_rng([seed, 11])
 
-    def answers(coins, epsilon, delta, rng):  # type: ignore[no-untyped-def]
-        return sum(randomized_response(coins, one, delta, rng) for _ in range(repetitions))
+    def answers(coins, epsilon, delta, rng):
+        return sum(simulated.randomized_response(coins, one, delta, rng) for _ in range(repetitions))
 
     bounds = audits(Mechanism(answers, claim.delta), claim.epsilon, 1000, count, rng)
     assert not false_alarm(bounds, claim.epsilon)
@@ -134,7 +116,7 @@ def test_the_bound_has_power(seed):
 def test_guesses_on_one_side_have_power_where_few_members_show(seed):
     rng = np.random.default_rng([seed, 13])
 
-    def traces(coins, epsilon, delta, rng):  # type: ignore[no-untyped-def]
+    def traces(coins, epsilon, delta, rng):
         return np.where(coins & (rng.random(len(coins)) < 0.3), 8.0, 0.0) + rng.normal(size=len(coins))
 
     without = audits(Mechanism(traces, 1e-5), math.inf, 1000, 50, rng, falling=default_ways(1000)["falling"])
@@ -157,7 +139,7 @@ def test_a_perfect_attack_shows_the_ceiling_and_nothing_shows_more(num_canaries,
         q = (ALPHA / len((*bound.falling, *bound.falling_in))) ** (1 / max(bound.falling))
         assert ceiling == pytest.approx(math.log(q / (1 - q)), abs=1e-6)
     for epsilon in (1.0, 8.0):
-        bounds = audits(Mechanism(gaussian, 1e-5), epsilon, num_canaries, 50, rng, delta=delta, **ways)
+        bounds = audits(Mechanism(simulated.gaussian, 1e-5), epsilon, num_canaries, 50, rng, delta=delta, **ways)
         assert all(bound.value <= ceiling for bound in bounds)
 
 
@@ -171,7 +153,9 @@ def test_nothing_learned_shows_nothing(num_canaries, seed, full):
     count = 1000 if full else 100
     nothing = Mechanism(lambda coins, epsilon, delta, rng: rng.normal(size=len(coins)), 1e-5)
     assert not false_alarm(audits(nothing, 0.0, num_canaries, count, rng), 0.0)
-    shuffled = Mechanism(lambda coins, epsilon, delta, rng: rng.permutation(gaussian(coins, 4.0, 1e-5, rng)), 1e-5)
+    shuffled = Mechanism(
+        lambda coins, epsilon, delta, rng: rng.permutation(simulated.gaussian(coins, 4.0, 1e-5, rng)), 1e-5
+    )
     assert not false_alarm(audits(shuffled, 0.0, num_canaries, count, rng), 0.0)
 
 
@@ -179,22 +163,17 @@ def test_nothing_learned_shows_nothing(num_canaries, seed, full):
 def test_intervals_of_the_auc_cover_one_half_in_93_to_97_percent(per_side, seed, full):
     rng = np.random.default_rng([seed, 21, per_side])
     count = 20_000 if full else 2000  # at a true coverage of 95 %, 93 and 97 % are 13 or 4 standard errors away
-    covered = 0
-    for scores in rng.normal(size=(count, 2, per_side)):
-        interval = auc(*scores)
-        assert interval is not None
-        covered += interval.low <= 0.5 <= interval.high
-    assert 0.93 <= covered / count <= 0.97
+    intervals = [auc(*scores) for scores in rng.normal(size=(count, 2, per_side))]
+    assert 0.93 <= np.mean([interval.low <= 0.5 <= interval.high for interval in intervals]) <= 0.97
 
 
 def test_exposure_of_what_was_not_learned_has_its_known_mean(seed):
     """1.443 bits within three standard errors, of a thousand canaries that share no references."""
     rng = np.random.default_rng([seed, 22])
-    stated, references = 1000, 4000
-    drawn = 4 * stated  # the mean of these is within six of its own standard errors
-    bits = [exposure(scores[:1], scores[1:])[0] for scores in rng.normal(size=(drawn, 1 + references))]
-    assert exposure_null_mean(references) == pytest.approx(1.4427, abs=3e-3)
-    assert np.mean(bits) == pytest.approx(1.443, abs=3 * 1.443 / math.sqrt(stated))
+    # The mean of 4,000 is within six of its own standard errors.
+    bits = [exposure(scores[:1], scores[1:])[0] for scores in rng.normal(size=(4000, 4001))]
+    assert exposure_null_mean(4000) == pytest.approx(1.4427, abs=3e-3)
+    assert np.mean(bits) == pytest.approx(1.443, abs=3 * 1.443 / math.sqrt(1000))
 
 
 def test_rank_sum_p_values_of_what_was_not_learned_are_uniform(seed, full):

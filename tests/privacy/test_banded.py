@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import dp_accounting
 import numpy as np
 import pytest
+import tiny_models as tm
 from dp_accounting.pld import PLDAccountant
 from scipy.optimize import minimize
 
@@ -25,22 +24,16 @@ UNITS = 1200
 
 
 def recipe(**sections: dict[str, Any]) -> RunConfig:
-    values: dict[str, Any] = {
-        "model": {"name_or_path": "builtin:tiny"},
-        "data": {"train": "builtin:clinic", **sections.get("data", {})},
-        "privacy": {"epsilon": 4.0, "noise": "banded", "bands": 4, **sections.get("privacy", {})},
-        "train": {"batch_size": 60, "steps": 30, **sections.get("train", {})},
-        "output_dir": "nowhere",
-    }
-    return RunConfig.model_validate(values)
+    privacy = {"epsilon": 4.0, "noise": "banded", "bands": 4, **sections.pop("privacy", {})}
+    train = {"batch_size": 60, "steps": 30, **sections.pop("train", {})}
+    return tm.recipe(privacy=privacy, train=train, **sections)
 
 
 def plan(**sections: dict[str, Any]) -> Plan:
     return plan_of(recipe(**sections), UNITS)
 
 
-def rates(num_steps: int, **train: Any) -> banded.Floats:
-    return banded.rates(banded.LearningRate(**{"warmup": 0.05, **train}), num_steps)
+WARM = banded.LearningRate(warmup=0.05)
 
 
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
@@ -68,34 +61,22 @@ def dense_error(coefficients: Any, rate_T: banded.Floats) -> float:
     return float(np.sum((a_TT @ np.linalg.inv(toeplitz(coefficients, steps))) ** 2) * np.sum(np.square(coefficients)))
 
 
-@pytest.mark.parametrize("shape", ["linear", "cosine", "constant"])
-@pytest.mark.parametrize(("num_steps", "bands"), [(6, 2), (16, 5), (12, 12)])
+@pytest.mark.parametrize(
+    ("num_steps", "bands", "shape"), [(6, 2, "linear"), (16, 5, "cosine"), (16, 5, "constant"), (12, 12, "linear")]
+)
 def test_the_strategy_is_the_best_one(num_steps: int, bands: int, shape: str) -> None:
-    rate_T = rates(num_steps, shape=shape, warmup=0.2)
     train = banded.LearningRate(shape=shape, warmup=0.2)
+    rate_T = banded.rates(train, num_steps)
     result = dense_error(banded.strategy(train, num_steps, bands), rate_T)
     starts = np.random.default_rng(7).uniform(0, 0.6, (4, bands - 1))
-    others = [
-        minimize(
-            lambda rest: math.log(dense_error([1.0, *rest], rate_T)),
-            start,
-            method="Nelder-Mead" if bands < 4 else "BFGS",
-            options={"maxiter": 20_000, **({"xatol": 1e-10, "fatol": 1e-14} if bands < 4 else {"gtol": 1e-7})},
-        ).fun
-        for start in starts
-    ]
+    method, options = ("Nelder-Mead", {"xatol": 1e-10, "fatol": 1e-14}) if bands < 4 else ("BFGS", {"gtol": 1e-7})
+    options["maxiter"] = 20_000
+
+    def error(rest: banded.Floats) -> float:
+        return math.log(dense_error([1.0, *rest], rate_T))
+
+    others = [minimize(error, start, method=method, options=options).fun for start in starts]
     assert abs(result / math.exp(min(others)) - 1) < 1e-6
-
-
-def test_error_and_gradient_are_those_of_the_dense_matrices() -> None:
-    rate_T, c_B = rates(11, warmup=0.3), np.array([0.8, 0.5, 0.2])
-    workload_TT = banded.workload(rate_T)
-    value, gradient_B = banded.error(c_B, workload_TT)
-    assert value == pytest.approx(math.log(dense_error(c_B, rate_T)), rel=1e-12)
-    for place in range(3):
-        step_B = np.eye(3)[place] * 1e-6
-        slope = (banded.error(c_B + step_B, workload_TT)[0] - banded.error(c_B - step_B, workload_TT)[0]) / 2e-6
-        assert gradient_B[place] == pytest.approx(slope, rel=1e-6)
 
 
 def sensitivity(c_TT: banded.Floats, patterns: list[tuple[int, ...]]) -> float:
@@ -117,8 +98,7 @@ def patterns(num_steps: int, apart: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("num_steps", "bands"), [(8, 2), (9, 3), (10, 4), (7, 7)])
 def test_no_pattern_of_steps_moves_a_sum_by_more_than_one(num_steps: int, bands: int) -> None:
     """Columns of steps that are b apart share no row, so that each round is one Gaussian of sensitivity 1."""
-    train = banded.LearningRate(warmup=0.05)
-    c_TT = toeplitz(banded.strategy(train, num_steps, bands), num_steps)
+    c_TT = toeplitz(banded.strategy(WARM, num_steps, bands), num_steps)
     for steps in patterns(num_steps, bands):
         overlap_KK = np.abs(c_TT[:, list(steps)]).T @ np.abs(c_TT[:, list(steps)])
         assert np.count_nonzero(overlap_KK - np.diag(np.diag(overlap_KK))) == 0
@@ -127,13 +107,13 @@ def test_no_pattern_of_steps_moves_a_sum_by_more_than_one(num_steps: int, bands:
     assert sensitivity(c_TT, patterns(num_steps, bands)) <= math.sqrt(-(-num_steps // bands)) * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2, 5])
-@pytest.mark.parametrize("first", [1, 3, 4])
+@pytest.mark.parametrize("lost", [0, 1, 5])
+@pytest.mark.parametrize("first", [1, 4])
 def test_a_resume_costs_no_further_round(first: int, lost: int) -> None:
     """Two attempts, the second with empty buffers after steps that were charged and lost: C is block diagonal."""
     bands, num_steps = 3, 9
     charged = [*range(first), *range(first + lost, num_steps + lost)]
-    coefficients = banded.strategy(banded.LearningRate(warmup=0.05), num_steps, bands)
+    coefficients = banded.strategy(WARM, num_steps, bands)
     c_TT = toeplitz(coefficients, num_steps)
     c_TT[first:, :first] = 0
     for group in range(bands):
@@ -145,8 +125,7 @@ def test_a_resume_costs_no_further_round(first: int, lost: int) -> None:
 
 
 def test_mutants_of_the_strategy_and_of_the_groups_are_seen() -> None:
-    train = banded.LearningRate(warmup=0.05)
-    good = banded.strategy(train, 9, 3)
+    good = banded.strategy(WARM, 9, 3)
     assert banded.admissible(good)
     assert not banded.admissible([*good[:2], good[2] * (1 + 1e-9)])  # a column longer than 1
     c_TT = toeplitz(good, 9)
@@ -169,19 +148,11 @@ def test_mutants_of_the_strategy_and_of_the_groups_are_seen() -> None:
 def test_columns_are_at_most_one_in_exact_arithmetic() -> None:
     for bands in (1, 2, 3, 7, 16, 48):
         for steps in (48, 300):
-            result = banded.strategy(banded.LearningRate(warmup=0.05), steps, bands)
+            result = banded.strategy(WARM, steps, bands)
             assert len(result) == bands
             assert 1 - 1e-12 < sum(Fraction(item) ** 2 for item in result) <= 1
     assert not banded.admissible((0.0, 0.5))
     assert not banded.admissible((math.nan,))
-
-
-def test_whitening_undoes_the_strategy() -> None:
-    coefficients = banded.strategy(banded.LearningRate(warmup=0.05), 20, 5)
-    z_TP = np.random.default_rng(0).standard_normal((20, 3))
-    x_TP = np.linalg.solve(toeplitz(coefficients, 20), z_TP)
-    assert np.allclose(banded.whiten(coefficients, x_TP), z_TP, atol=1e-12)
-    assert np.allclose(toeplitz(banded.inverse(coefficients, 20), 20) @ z_TP, x_TP, atol=1e-12)
 
 
 @pytest.mark.parametrize(("epsilon", "bands", "ratio"), [(3.0, 3, 0.73), (8.0, 16, 0.526)])
@@ -230,13 +201,12 @@ def test_one_band_is_plain_dp_sgd() -> None:
     plain = plan(privacy={"noise": "independent", "bands": "auto"})
     assert plan(privacy={"bands": 1}) == plain
     assert plain.coefficients == ()
-    assert isinstance(plain.event, events.SelfComposed)
 
 
 def test_auto_takes_the_least_noise_and_one_band_where_it_gains_nothing() -> None:
     strong, weak = ({"privacy": {"bands": "auto", "epsilon": epsilon}} for epsilon in (8.0, 0.3))
     made = plan(**strong)
-    rate_T = rates(30)
+    rate_T = banded.rates(WARM, 30)
     alone = plan(privacy={"noise": "independent", "bands": "auto", "epsilon": 8.0}).noise_multiplier
 
     def left(of: Plan) -> float:
@@ -258,9 +228,9 @@ def test_noise_rises_to_fit_what_a_filter_has_left() -> None:
 
 
 def test_a_schedule_of_any_length_has_coefficients() -> None:
-    train = banded.LearningRate(warmup=0.05)
-    assert banded.admissible(banded.strategy(train, 5000, 4))
-    assert banded.effect(banded.strategy(train, 5000, 4), banded.rates(train, 5000), 1.0, 1.0).last_iterate < 1
+    result = banded.strategy(WARM, 5000, 4)
+    assert banded.admissible(result)
+    assert banded.effect(result, banded.rates(WARM, 5000), 1.0, 1.0).last_iterate < 1
 
 
 @pytest.mark.parametrize(
@@ -269,10 +239,7 @@ def test_a_schedule_of_any_length_has_coefficients() -> None:
         ({"privacy": {"bands": 21}}, "privacy.bands 21 splits 1200 units"),
         ({"privacy": {"bands": 16}, "train": {"steps": 15}}, "more than the run's 15 steps"),
         ({"data": {"unit": "person", "max_examples_per_unit": 2, "sampling": "example"}}, "data.sampling: example"),
-        (
-            {"privacy": {"bands": 600}, "train": {"batch_size": 1, "steps": 700}},
-            f"Set privacy.bands to {banded.MOST_BANDS}",
-        ),
+        ({"privacy": {"bands": 600}, "train": {"batch_size": 1, "steps": 700}}, f"bands to {banded.MOST_BANDS}"),
     ],
 )
 def test_what_it_is_not_accounted_for_is_refused(sections: dict[str, Any], words: str) -> None:
@@ -280,16 +247,9 @@ def test_what_it_is_not_accounted_for_is_refused(sections: dict[str, Any], words
         plan(**sections)
 
 
-@pytest.mark.parametrize(
-    ("privacy", "words"),
-    [
-        ({"noise": "independent", "bands": 4}, "privacy.noise: banded"),
-        ({"bands": 0}, "1 or more, or auto"),
-        ({"bands": "many"}, "1 or more, or auto"),
-    ],
-)
-def test_a_recipe_that_contradicts_itself_is_refused(privacy: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("privacy", [{"noise": "independent", "bands": 4}, {"bands": 0}, {"bands": "many"}], ids=str)
+def test_a_recipe_that_contradicts_itself_is_refused(privacy: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"privacy\.bands"):
         recipe(privacy=privacy)
 
 
@@ -303,11 +263,10 @@ def test_coefficients_are_those_of_before_whatever_the_rate_is() -> None:
 
 
 def test_a_noise_multiplier_of_the_recipe_is_judged_with_its_bands() -> None:
-    given: Callable[[float], Plan] = lambda sigma: plan(privacy={"noise_multiplier": sigma})  # noqa: E731
     needed = plan().noise_multiplier
-    assert given(needed).epsilon <= 4.0
+    assert plan(privacy={"noise_multiplier": needed}).epsilon <= 4.0
     with pytest.raises(Refused, match="above the target"):
-        given(needed * 0.9)
+        plan(privacy={"noise_multiplier": needed * 0.9})
 
 
 @pytest.mark.parametrize("privacy", [{"noise_multiplier": 3.0}, {"noise_multiplier": 0.3, "epsilon": 1e6}])
@@ -324,8 +283,6 @@ def test_auto_for_a_target_that_protects_nobody_is_refused_in_words() -> None:
         plan(privacy={"bands": "auto", "epsilon": 1e6})
 
 
-def test_a_plan_of_a_run_that_goes_on_keeps_its_coefficients(tmp_path: Path) -> None:
+def test_a_plan_of_a_run_that_goes_on_keeps_its_coefficients() -> None:
     first = plan()
-    again = plan_of(recipe(), UNITS, coefficients=first.coefficients)
-    assert again.coefficients == first.coefficients
-    assert again.event == first.event
+    assert plan_of(recipe(), UNITS, coefficients=first.coefficients).event == first.event

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 import tiny_models as tm
 import torch
+from mutants import around
 from scipy import stats
 
 from dpllm.privacy import banded
@@ -27,11 +29,11 @@ def promise(sigma: float = 0.7, bound: float = 0.05) -> Plan:
     return made.model_copy(update={"coefficients": COEFFICIENTS})
 
 
-def released(noise: BandedNoise, scale: float = 3.0) -> banded.Floats:
+def released(noise: BandedNoise, scale: float = 3.0, size: int = SEQUENCES) -> banded.Floats:
     """noise_TP of one attempt, over its scale."""
     rows = []
     for _ in range(STEPS):
-        row_P = torch.zeros(SEQUENCES, dtype=torch.float64)
+        row_P = torch.zeros(size, dtype=torch.float64)
         noise.add_to(row_P, scale)
         rows.append(row_P.numpy() / scale)
     return np.stack(rows)
@@ -46,13 +48,17 @@ def looks_like(noise_TP: banded.Floats) -> bool:
     """Whether the sequences have covariance C^-1 C^-T, and give independent normal rows if C is applied."""
     expected_TT = inverse() @ inverse().T
     found_TT = noise_TP @ noise_TP.T / SEQUENCES
-    deviation_TT = np.sqrt(
-        (expected_TT**2 + np.outer(np.diag(expected_TT), np.diag(expected_TT))) / SEQUENCES
-    )  # of a sample covariance of normal variates
+    square_TT = expected_TT**2 + np.outer(np.diag(expected_TT), np.diag(expected_TT))
+    deviation_TT = np.sqrt(square_TT / SEQUENCES)  # of a sample covariance of normal variates
+    return bool((np.abs(found_TT - expected_TT) < 5 * deviation_TT).all()) and independent_normal(noise_TP)
+
+
+def independent_normal(noise_TP: banded.Floats) -> bool:
+    """Whether C times the noise has independent normal rows."""
     z_TP = banded.whiten(COEFFICIENTS, noise_TP)
     normal = min(stats.kstest(row_P, "norm").pvalue for row_P in z_TP) > ALARM
-    between = np.abs(np.corrcoef(z_TP)[np.triu_indices(STEPS, 1)]).max() < 5 / SEQUENCES**0.5
-    return bool((np.abs(found_TT - expected_TT) < 5 * deviation_TT).all()) and normal and bool(between)
+    between = np.abs(np.corrcoef(z_TP)[np.triu_indices(STEPS, 1)]).max() < 5 / noise_TP.shape[1] ** 0.5
+    return normal and bool(between)
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -104,12 +110,7 @@ def test_a_long_vector_is_made_in_pieces_that_know_their_own_past(monkeypatch: p
     def rows() -> banded.Floats:
         fresh, normal = GaussianNoise(9, CPU), np.random.default_rng(9)
         monkeypatch.setattr(fresh, "draw", lambda size: torch.from_numpy(normal.standard_normal(size)))
-        noise, rows = BandedNoise(fresh, COEFFICIENTS), []
-        for _ in range(STEPS):
-            row_P = torch.zeros(1000, dtype=torch.float64)
-            noise.add_to(row_P, 1.0)
-            rows.append(row_P.numpy())
-        return np.stack(rows)
+        return released(BandedNoise(fresh, COEFFICIENTS), 1.0, 1000)
 
     whole = rows()
     monkeypatch.setattr("dpllm.privacy.noise.CHUNK", 64)
@@ -122,38 +123,21 @@ def test_the_engine_adds_it_and_keeps_its_scale() -> None:
     empty = torch.zeros(engine.size, dtype=torch.float64)
     rows = torch.stack([engine._release(empty.clone()) for _ in range(STEPS)]).double().numpy()
     scale = engine.lattice()["noise_over_max_grad_norm"] * made.max_grad_norm
-    z_TP = banded.whiten(COEFFICIENTS, rows * made.schedule.expected_batch_size / scale)
-    for row_P in z_TP:
-        assert stats.kstest(row_P, "norm").pvalue > ALARM
-    assert np.abs(np.corrcoef(z_TP)[np.triu_indices(STEPS, 1)]).max() < 5 / engine.size**0.5
+    assert independent_normal(rows * made.schedule.expected_batch_size / scale)
     noisier = (banded.step_noise(COEFFICIENTS, STEPS) * COEFFICIENTS[0]) ** 2  # than the first step
     assert float(np.var(rows[-1]) / np.var(rows[0])) == pytest.approx(noisier, rel=0.1)
 
 
-def test_rehearsing_draws_no_noise_and_keeps_none() -> None:
-    engine = tm.make_engine(tm.build("llama"), promise())
-    engine.rehearse([])
-    assert isinstance(engine._noise, BandedNoise)
-    assert engine._noise._past == []
-
-
 @pytest.mark.parametrize(("rank", "buffers"), [(None, BANDS - 1), (0, BANDS - 1), (1, 0)])
-def test_rehearsing_holds_room_for_earlier_noise_where_noise_is_added(
-    rank: int | None, buffers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("momentum", [0, 1])
+def test_rehearsing_draws_no_noise_and_holds_room_for_what_a_step_holds(momentum, rank, buffers, monkeypatch):
     engine, ones, sizes = tm.make_engine(tm.build("llama"), promise()), torch.ones, []
+    engine._optimizer = torch.optim.SGD(engine.parameters.values(), lr=0.1, momentum=0.9 * momentum)
     monkeypatch.setattr("dpllm.privacy.engine._rank", lambda: rank)
     monkeypatch.setattr(torch, "ones", lambda size, **more: sizes.append(size) or ones(size, **more))
     engine.rehearse([])
-    assert sizes[0] == 2 * buffers * engine.size  # float64, held as twice as many float32; SGD holds nothing
-
-
-def test_rehearsing_holds_room_for_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, ones, sizes = tm.make_engine(tm.build("llama"), promise()), torch.ones, []
-    engine._optimizer = torch.optim.SGD(engine.parameters.values(), lr=0.1, momentum=0.9)
-    monkeypatch.setattr(torch, "ones", lambda size, **more: sizes.append(size) or ones(size, **more))
-    engine.rehearse([])
-    assert sizes[0] == (2 * (BANDS - 1) + 1) * engine.size
+    assert engine._noise._past == []
+    assert sizes[0] == (2 * buffers + momentum) * engine.size  # float64, held as twice as many float32
 
 
 # --- groups ----------------------------------------------------------------------------------------------------------
@@ -194,51 +178,31 @@ def test_each_of_the_group_joins_its_steps_by_its_own_coin_and_nobody_else() -> 
 
 def test_steps_of_a_unit_stay_apart_over_a_resume_with_lost_steps() -> None:
     """The second attempt begins where charges ended, not where the checkpoint was."""
-    key = 99
-    first, second = (
-        draws(CyclicSchedule(BANDS, key), 6, key=1),
-        draws(CyclicSchedule(BANDS, key, first_step=6), 9, key=2),
-    )
-    charged = [*first[:3], *first[3:], *second]  # of the first six steps the last three were lost, and are counted
-    for slot in range(60):
-        at = [step for step, drawn in enumerate(charged) if slot in drawn]
-        assert all(later - earlier >= BANDS for earlier, later in itertools.pairwise(at))
-        assert len(at) <= -(-len(charged) // BANDS)
-    # From the step of the checkpoint, some unit would join twice within a round.
-    again = [*first, *draws(CyclicSchedule(BANDS, key, first_step=3), 9, key=2)]
-    close = [
-        later - earlier < BANDS
-        for slot in range(60)
-        for earlier, later in itertools.pairwise([step for step, drawn in enumerate(again) if slot in drawn])
-    ]
-    assert any(close)
+    first = draws(CyclicSchedule(BANDS, 99), 6, key=1)  # of which the last three were lost, and are counted
+    second, from_the_checkpoint = (draws(CyclicSchedule(BANDS, 99, first_step=step), 9, key=2) for step in (6, 3))
+    assert apart([*first, *second])
+    assert not apart([*first, *from_the_checkpoint])
 
 
-def apart(turns: CyclicSchedule) -> bool:
-    """Whether no slot joins twice within ``bands`` steps."""
-    result = draws(turns, 40)
-    at = [[step for step, drawn in enumerate(result) if slot in drawn] for slot in range(60)]
-    return all(b - a >= turns.bands for item in at for a, b in itertools.pairwise(item))
+def apart(drawn: list[list[int]]) -> bool:
+    """Whether no slot joins twice within ``BANDS`` steps."""
+    steps = [[step for step, slots in enumerate(drawn) if slot in slots] for slot in range(60)]
+    return all(later - earlier >= BANDS for at in steps for earlier, later in itertools.pairwise(at))
 
 
-def test_groups_of_b_less_one_and_a_unit_in_two_groups_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert apart(CyclicSchedule(BANDS, 5))
-    with monkeypatch.context() as patch:
-        draw = PoissonSampler.draw
+def fewer_groups(draw: Any, self: PoissonSampler) -> list[int]:
+    self._group_N = self._group_N % (BANDS - 1)
+    self._turns = CyclicSchedule(BANDS - 1, 5)
+    return draw(self)
 
-        def fewer(self: PoissonSampler) -> list[int]:
-            self._group_N = self._group_N % (BANDS - 1)
-            self._turns = CyclicSchedule(BANDS - 1, 5)
-            return draw(self)
 
-        patch.setattr(PoissonSampler, "draw", fewer)
-        assert not apart(CyclicSchedule(BANDS, 5))
-    with monkeypatch.context() as patch:
-        draw = PoissonSampler.draw
+def two_turns_of_slot_0(draw: Any, self: PoissonSampler) -> list[int]:
+    self._group_N[0] = self._step % 2
+    return draw(self)
 
-        def twice(self: PoissonSampler) -> list[int]:
-            self._group_N[0] = self._step % 2  # slot 0 has two turns in each round
-            return draw(self)
 
-        patch.setattr(PoissonSampler, "draw", twice)
-        assert not apart(CyclicSchedule(BANDS, 5))
+@pytest.mark.parametrize("change", [fewer_groups, two_turns_of_slot_0])
+def test_groups_of_b_less_one_and_a_unit_in_two_groups_are_seen(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert apart(draws(CyclicSchedule(BANDS, 5), 40))
+    around(PoissonSampler, "draw", change)(monkeypatch)
+    assert not apart(draws(CyclicSchedule(BANDS, 5), 40))

@@ -6,30 +6,16 @@ import json
 import math
 from typing import Any
 
+import dp_accounting
 import pytest
+from dp_accounting.pld import common
+from dp_accounting.pld import privacy_loss_distribution as pld
 
 from dpllm.errors import ConfigError
 from dpllm.privacy import events, privacy_loss
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.events import (
-    Gaussian,
-    Imported,
-    PoissonSampled,
-    PureDP,
-    SelfComposed,
-    compose,
-    count_releases,
-    dp_sgd_event,
-    read,
-)
-from dpllm.privacy.parts import (
-    Parts,
-    SampledSums,
-    accountants,
-    dp_event_of,
-    imported_delta,
-    parts_of,
-)
+from dpllm.privacy.events import Gaussian, Imported, PoissonSampled, PureDP, SelfComposed, compose, dp_sgd_event, read
+from dpllm.privacy.parts import Parts, SampledSums, accountants, dp_event_of, imported_delta, parts_of
 
 RUN = dp_sgd_event(0.02, 0.8, 150)
 GROUP = dp_sgd_event(0.02, 0.8, 150, 4)
@@ -54,70 +40,55 @@ def test_an_event_is_stored_as_plain_json_and_read_back() -> None:
     assert read(json.loads(json.dumps(ALL.to_json()))) == ALL
     whole = {"type": "imported", "epsilon": 1, "delta": 0}  # numbers stay as they were given
     assert json.dumps(read(whole).to_json()) == json.dumps(whole)
-    import dp_accounting as dp
-
-    sampled = dp.PoissonSampledDpEvent(0.02, dp.GaussianDpEvent(0.8))
-    assert dp_event_of(parts_of(RUN)) == dp.SelfComposedDpEvent(sampled, 150)
+    sampled = dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(0.8))
+    assert dp_event_of(parts_of(RUN)) == dp_accounting.SelfComposedDpEvent(sampled, 150)
 
 
 def test_releases_are_counted_where_this_run_pays_for_them() -> None:
-    assert count_releases(compose([RUN, RUN, dp_sgd_event(0.5, 3.0, 7)])) == 307
-    assert count_releases(GROUP) == 150
-    assert count_releases(compose([PURE, RUN, SelfComposed(3, PURE)])) == 154
-    assert count_releases(ONCE) == 0
-    assert count_releases(compose([RUN, ONCE])) == 150
+    assert events.count_releases(compose([RUN, RUN, dp_sgd_event(0.5, 3.0, 7)])) == 307
+    assert events.count_releases(GROUP) == 150
+    assert events.count_releases(compose([PURE, RUN, SelfComposed(3, PURE)])) == 154
+    assert events.count_releases(ONCE) == 0
+    assert events.count_releases(compose([RUN, ONCE])) == 150
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        {"type": "os.system", "command": "true"},
-        {"class_name": "GaussianDpEvent", "module_name": "dp_accounting.dp_event", "noise_multiplier": 1.0},
-        {"type": "gaussian"},
-        {"type": "gaussian", "noise_multiplier": 0.0},
-        {"type": "gaussian", "noise_multiplier": -1.0},
-        {"type": "gaussian", "noise_multiplier": math.nan},
-        {"type": "gaussian", "noise_multiplier": math.inf},
-        {"type": "gaussian", "noise_multiplier": True},
-        {"type": "gaussian", "noise_multiplier": "1"},
-        {"type": "gaussian", "noise_multiplier": 1.0, "sensitivity": 0.1},
-        {"type": "poisson_sampled", "probability": 0.0, "event": GAUSSIAN},
-        {"type": "poisson_sampled", "probability": 1.1, "event": GAUSSIAN},
-        {"type": "poisson_sampled", "probability": 0.5, "event": dp_sgd_event(0.5, 1.0, 2).to_json()},
-        {"type": "poisson_sampled", "probability": 0.5, "event": IMPORTED},
-        {"type": "poisson_sampled", "probability": 0.5, "group_size": 2, "event": GAUSSIAN},
-        {"type": "poisson_sampled_group", "probability": 0.5, "event": GAUSSIAN},
-        {"type": "poisson_sampled_group", "probability": 0.5, "group_size": 0, "event": GAUSSIAN},
-        {"type": "poisson_sampled_group", "probability": 0.5, "group_size": 2.0, "event": GAUSSIAN},
-        {"type": "poisson_sampled_group", "probability": 0.5, "group_size": True, "event": GAUSSIAN},
-        {"type": "poisson_sampled_group", "probability": 0.5, "group_size": 10**6, "event": GAUSSIAN},
-        {"type": "poisson_sampled_group", "probability": 0.5, "group_size": 2, "event": RUN.to_json()},
-        {"type": "repeat_and_select", "event": GAUSSIAN, "mean": 2.0, "distribution": "geometric"},
-        {**IMPORTED, "epsilon": -1.0},
-        {**IMPORTED, "epsilon": math.inf},
-        {**IMPORTED, "delta": 1.0},
-        {**IMPORTED, "delta": -1e-9},
-        {"type": "imported", "epsilon": 1.0},
-        {"type": "self_composed", "count": -1, "event": GAUSSIAN},
-        {"type": "self_composed", "count": 1.5, "event": GAUSSIAN},
-        {"type": "self_composed", "count": True, "event": GAUSSIAN},
-        {"type": "self_composed", "count": 0, "event": {"type": "unknown"}},
-        {"type": "composed", "events": [GAUSSIAN, None]},
-        {"type": "composed", "events": "gaussian"},
-        {"type": ["gaussian"]},
-        {"type": {}},
-        {**BANDED.to_json(), "bands": 0},
-        {**BANDED.to_json(), "bands": 2.0},
-        {**BANDED.to_json(), "count": -1},
-        {**BANDED.to_json(), "probability": 1.5},
-        {**BANDED.to_json(), "event": PURE.to_json()},
-        {**BANDED.to_json(), "event": IMPORTED},
-        {**BANDED.to_json(), "more": 1},
-        *({**PURE.to_json(), **broken} for broken in ({"epsilon": -0.1}, {"epsilon": math.inf}, {"delta": 1e-6})),
-        "gaussian",
-        None,
-    ],
-)
+SAMPLED, GROUPED = PoissonSampled(0.5, Gaussian(1.0)).to_json(), PoissonSampled(0.5, Gaussian(1.0), 2).to_json()
+MALFORMED: dict[str, Any] = {
+    "unknown type": {"type": "os.system", "command": "true"},
+    "of another library": {
+        "class_name": "GaussianDpEvent",
+        "module_name": "dp_accounting.dp_event",
+        "noise_multiplier": 1.0,
+    },
+    "type that is no text": {"type": ["gaussian"]},
+    "text": "gaussian",
+    "nothing": None,
+    "field missing": {"type": "gaussian"},
+    "field too many": {**GAUSSIAN, "sensitivity": 0.1},
+    **{
+        f"noise {noise!r}": {**GAUSSIAN, "noise_multiplier": noise}
+        for noise in (0.0, -1.0, math.nan, math.inf, True, "1")
+    },
+    **{f"rate {rate}": {**SAMPLED, "probability": rate} for rate in (0.0, 1.1)},
+    "sampled steps": {**SAMPLED, "event": dp_sgd_event(0.5, 1.0, 2).to_json()},
+    "group of a single type": {**SAMPLED, "group_size": 2},
+    "group without a size": {**SAMPLED, "type": "poisson_sampled_group"},
+    **{f"group of {size!r}": {**GROUPED, "group_size": size} for size in (0, 2.0, True, 10**6)},
+    "grouped import": {**GROUPED, "event": IMPORTED},
+    "selection without runs": {"type": "repeat_and_select", "events": [], "mean": 2.0, "distribution": "geometric"},
+    **{f"imported epsilon {value}": {**IMPORTED, "epsilon": value} for value in (-1.0, math.inf)},
+    **{f"imported delta {value}": {**IMPORTED, "delta": value} for value in (1.0, -1e-9)},
+    "pure_dp with a delta": {**PURE.to_json(), "delta": 1e-6},
+    **{f"count {count}": {"type": "self_composed", "count": count, "event": GAUSSIAN} for count in (-1, 1.5)},
+    "no times what is unknown": {"type": "self_composed", "count": 0, "event": {"type": "unknown"}},
+    "nothing within": {"type": "composed", "events": [GAUSSIAN, None]},
+    "events that are a text": {"type": "composed", "events": "gaussian"},
+    "no bands": {**BANDED.to_json(), "bands": 0},
+    "bands of pure_dp": {**BANDED.to_json(), "event": PURE.to_json()},
+}
+
+
+@pytest.mark.parametrize("event", MALFORMED.values(), ids=MALFORMED)
 def test_malformed_or_foreign_events_are_refused(event: Any) -> None:
     with pytest.raises(ConfigError):
         read(event)
@@ -140,10 +111,7 @@ def test_a_group_of_one_is_one_and_a_group_in_every_batch_is_a_larger_gaussian()
     ("event", "known"),
     [
         (RUN, {"pld", "rdp", "prv"}),
-        (dp_sgd_event(0.02, 1.0, 10, 1), {"pld", "rdp", "prv"}),
-        (compose([]), {"pld", "rdp", "prv"}),
         (GROUP, {"pld"}),
-        (ONCE, {"pld", "rdp"}),
         (compose([RUN, ONCE]), {"pld", "rdp"}),
         (compose([GROUP, ONCE, RUN]), {"pld"}),
         (SelfComposed(0, compose([GROUP, ONCE])), {"pld", "rdp", "prv"}),
@@ -165,10 +133,12 @@ def test_imported_deltas_add_up() -> None:
         dp_event_of(parts_of(ONCE))
 
 
-@pytest.mark.parametrize("noise", [0.0, 1e-160, 1e-7, 1e10, 1e300])
-def test_noise_whose_squares_fit_no_float_is_refused(noise: float) -> None:
-    with pytest.raises(ConfigError, match="noise_multiplier"):
-        Gaussian(noise)
+def test_what_fits_no_float_or_can_change_is_refused() -> None:
+    for noise in (1e-160, 1e-7, 1e10):  # its square fits none
+        with pytest.raises(ConfigError, match="noise_multiplier"):
+            Gaussian(noise)
+    with pytest.raises(ConfigError, match="which can change"):
+        events.Composed([RUN])  # type: ignore[arg-type]
 
 
 def test_more_steps_than_can_be_composed_are_refused() -> None:
@@ -178,9 +148,6 @@ def test_more_steps_than_can_be_composed_are_refused() -> None:
 
 def test_pure_dp_costs_what_dp_accounting_says_and_takes_no_delta() -> None:
     """With DP-SGD, composed directly from dp-accounting's public functions."""
-    from dp_accounting.pld import common
-    from dp_accounting.pld import privacy_loss_distribution as pld
-
     one = pld.from_privacy_parameters(common.DifferentialPrivacyParameters(0.25, 0.0), 1e-4)
     run = pld.from_gaussian_mechanism(0.8, sampling_prob=0.02, value_discretization_interval=1e-4).self_compose(150)
     whole = compose([PURE, RUN, PURE])
@@ -191,7 +158,6 @@ def test_pure_dp_costs_what_dp_accounting_says_and_takes_no_delta() -> None:
     # Points of one step differ by 2e-16 from dp-accounting's, and 150 steps by 1.1e-9 on some processors.
     assert epsilon(whole, 1e-6, "add_or_remove_one") == pytest.approx(direct, rel=1e-8)
     assert epsilon(RUN, 1e-6, "zero_out") < direct < epsilon(RUN, 1e-6, "zero_out") + 0.5
-    assert imported_delta(whole) == 0
     assert accountants(whole) == {"pld", "rdp"}
     assert epsilon(whole, 1e-6, "zero_out", "rdp") >= direct - 1e-3
     with pytest.raises(ConfigError, match="does not support"):
@@ -208,7 +174,7 @@ def test_what_is_no_event_is_never_free(thing: Any) -> None:
         lambda: SelfComposed(3, thing),
         lambda: PoissonSampled(0.1, thing),
         lambda: events.CyclicPoisson(2, 3, 0.1, thing),
-        lambda: count_releases(thing),
+        lambda: events.count_releases(thing),
         lambda: parts_of(thing),
     ):
         with pytest.raises(ConfigError, match="is not an accounting event"):
@@ -226,11 +192,6 @@ def test_events_lie_in_each_other_only_so_deep() -> None:
             deep = {"type": "composed", "events": [deep]}
         with pytest.raises(ConfigError, match="nested"):
             read(deep)
-
-
-def test_composed_events_cannot_change() -> None:
-    with pytest.raises(ConfigError, match="which can change"):
-        events.Composed([RUN])  # type: ignore[arg-type]
 
 
 def test_the_step_of_a_run_is_that_of_its_sampling() -> None:

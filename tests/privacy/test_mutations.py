@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 import tiny_models as tm
 import torch
-from cases import HEAD, TIED
-from tiny_models import FROZEN, LORA, Toy
+from cases import built, ragged, reference
+from mutants import around
+from tiny_models import LORA, Toy
 from torch import Tensor, nn
 
 from dpllm.privacy import attention, clipping, engine, guards, packing, rules, selfcheck
@@ -33,26 +34,18 @@ from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import Pass, Segment
 from dpllm.privacy.sampling import PoissonSampler
 
-
-@cache
-def net(adapter: str = "lora") -> Any:
-    if adapter == "tied":
-        return tm.build("llama", HEAD, **TIED)
-    if adapter == "positions":
-        return tm.build("gpt2", LORA)
-    return tm.build("llama", LORA if adapter == "lora" else FROZEN)
+LORA_OF_LLAMA, TIED, POSITIONS = "llama, all-linear", "llama, last block and tied head", "gpt2, all-linear"
 
 
-@cache
-def reference(adapter: str = "lora") -> Tensor:
-    return tm.brute_force(net(adapter), tm.units(tm.RAGGED))
+def net() -> Any:
+    return built(LORA_OF_LLAMA)
 
 
 # --- the checks, each with its arguments -------------------------------------------------------------------------------
 
 
-def exact(adapter: str = "lora", mode: str = "held") -> None:
-    checks.exact(net(adapter), tm.units(tm.RAGGED), reference(adapter), mode)
+def exact(name: str = LORA_OF_LLAMA, mode: str = "held") -> None:
+    checks.exact(built(name), ragged(), reference(name), mode)
 
 
 def bounded() -> None:
@@ -76,7 +69,7 @@ def poisson() -> None:
 
 
 def checkpointed(kind: str = "non-reentrant") -> None:
-    checks.checkpointed(kind, LORA, reference())
+    checks.checkpointed(kind, LORA, reference(LORA_OF_LLAMA))
 
 
 def short_cut() -> None:
@@ -93,57 +86,41 @@ def no_cross_term(patch: pytest.MonkeyPatch) -> None:
     """Of a tied head: the norm of what the head gives and of what the embedding gives, and nothing of both together."""
     formed = PassGradients._formed
 
+    def square(self: PassGradients, name: str, place: Any, number: int, part: Any) -> Tensor:
+        alone = copy.copy(self)
+        alone._parts = {name: [part]}
+        return sum(gradient.double().square().sum() for _, gradient in formed(alone, name, place, number))
+
     def parts(self: PassGradients) -> Tensor:
         square_LU = torch.zeros((len(self.places), len(self._units)), dtype=torch.float64)
         for row, (name, place) in enumerate(self.places.items()):
             for number in range(len(self._units)):
-                for part in self._parts.get(name, []):
-                    alone = copy.copy(self)
-                    alone._parts = {name: [part]}
-                    square_LU[row, number] += sum(
-                        g.double().square().sum() for _, g in formed(alone, name, place, number)
-                    )
+                square_LU[row, number] = sum(square(self, name, place, number, p) for p in self._parts.get(name, []))
         return square_LU
 
     patch.setattr(PassGradients, "unit_norms", parts)
 
 
-def half_of_the_noise(patch: pytest.MonkeyPatch) -> None:
-    draw = GaussianNoise.draw
-
-    def some(self: GaussianNoise, size: int) -> Tensor:
-        drawn = draw(self, size)
-        drawn[size // 2 :] = 0.0
-        return drawn
-
-    patch.setattr(GaussianNoise, "draw", some)
-
-
-def noise_drawn_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GaussianNoise, "draw", cache(GaussianNoise.draw))
-
-
-def slightly_less_noise(patch: pytest.MonkeyPatch) -> None:
-    draw = GaussianNoise.draw
-    patch.setattr(GaussianNoise, "draw", lambda self, size: 0.93 * draw(self, size))
+def none_on_the_second_half(noise: Tensor) -> Tensor:
+    noise[len(noise) // 2 :] = 0.0
+    return noise
 
 
 def stale(patch: pytest.MonkeyPatch) -> None:
-    add, first = PerUnitClipper.add, []
+    first: list[Pass] = []
 
-    def of_the_first_batch(self: Any, losses: Any, batch: Pass, *rest: Any) -> Any:
+    def of_the_first_batch(add: Any, self: Any, losses: Any, batch: Pass, *rest: Any) -> Any:
         first.append(batch)
         return add(self, losses, first[0], *rest)
 
-    patch.setattr(PerUnitClipper, "add", of_the_first_batch)
+    around(PerUnitClipper, "add", of_the_first_batch)(patch)
 
 
 def one_contribution_for_every_forward_pass(patch: pytest.MonkeyPatch) -> None:
     """As Opacus' hooks under non-reentrant checkpointing, whose recomputation fires them again."""
-    capture = Taps.capture_activations_hook
     calls: Counter[str] = Counter()
 
-    def counting(self: Taps, name: str, *arguments: Any) -> Any:
+    def counting(capture: Any, self: Taps, name: str, *arguments: Any) -> Any:
         calls[name] += 1
         receive = self._receive
 
@@ -157,83 +134,45 @@ def one_contribution_for_every_forward_pass(patch: pytest.MonkeyPatch) -> None:
         finally:
             self._receive = receive
 
-    patch.setattr(Taps, "capture_activations_hook", counting)
+    around(Taps, "capture_activations_hook", counting)(patch)
 
 
-def pieces_are_units(patch: pytest.MonkeyPatch) -> None:
-    add = PerUnitClipper.add
-    patch.setattr(
-        PerUnitClipper,
-        "add",
-        lambda self, losses, batch, *rest: add(self, losses, replace(batch, goes_on=False), *rest),
-    )
+def pieces_are_units(add: Any, self: Any, losses: Any, batch: Pass, *rest: Any) -> Any:
+    return add(self, losses, replace(batch, goes_on=False), *rest)
 
 
-def only_the_last_piece(patch: pytest.MonkeyPatch) -> None:
-    add = PerUnitClipper.add
-
-    def forgetful(self: Any, *arguments: Any) -> Any:
-        losses_and_norms = add(self, *arguments)
-        self._unfinished_P = None
-        return losses_and_norms
-
-    patch.setattr(PerUnitClipper, "add", forgetful)
+def only_the_last_piece(add: Any, self: Any, *arguments: Any) -> Any:
+    losses_and_norms = add(self, *arguments)
+    self._unfinished_P = None
+    return losses_and_norms
 
 
-def rounded_sums(patch: pytest.MonkeyPatch) -> None:
-    add_to = PassGradients.add_to
-
-    def rounding(self: PassGradients, sum_P: Tensor, *rest: Any) -> None:
-        add_to(self, sum_P, *rest)
-        sum_P.copy_(sum_P.float())
-
-    patch.setattr(PassGradients, "add_to", rounding)
-
-
-def everybody_is_finite(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch, "isfinite", lambda values: torch.ones_like(values, dtype=torch.bool))
-
-
-def no_foreign_guard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine, "refuse_foreign_gradients", lambda parameters: None)
+def rounded_sums(add_to: Any, self: PassGradients, sum_P: Tensor, *rest: Any) -> None:
+    add_to(self, sum_P, *rest)
+    sum_P.copy_(sum_P.float())
 
 
 def no_foreign_guards_at_all(patch: pytest.MonkeyPatch) -> None:
-    no_foreign_guard(patch)
-    patch.setattr(PerUnitClipper, "_check_complete", lambda self: None)
-
-
-def weight_gradients(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(clipping, "without_weight_gradients", lambda parameters: contextlib.nullcontext())
+    patch.setattr(engine, "refuse_foreign_gradients", nothing)
+    patch.setattr(PerUnitClipper, "_check_complete", nothing)
 
 
 def half_of_the_tokens(layer: Any, input: Tensor, backprop: Tensor, *rest: Any) -> Any:
     return rules.linear(layer, input[:, ::2], backprop[:, ::2], *rest)
 
 
-def mean_over_the_pass(patch: pytest.MonkeyPatch) -> None:
+def mean_over_the_pass(losses: Any, self: StepEngine, some: Pass) -> Tensor:
     """As transformers' own loss: divided by the tokens of the whole batch."""
-    losses = StepEngine.losses
-
-    def mean(self: StepEngine, some: Pass) -> Tensor:
-        return losses(self, some) * some.denominator_R / some.denominator_R.sum()
-
-    patch.setattr(StepEngine, "losses", mean)
+    return losses(self, some) * some.denominator_R / some.denominator_R.sum()
 
 
-def over_the_boundary(patch: pytest.MonkeyPatch) -> None:
+def over_the_boundary(of: Any, self: RowAttention, some: Pass) -> Any:
     """Every row of a pass attends to those before it."""
-    of = RowAttention.of
-    patch.setattr(RowAttention, "of", lambda self, some: of(self, replace(some, rows=one_row(some))))
+    return of(self, replace(some, rows=(Segment(some.rows[0].start, some.rows[-1].stop, 0),) if some.rows else ()))
 
 
-def one_row(some: Pass) -> tuple[Segment, ...]:
-    return (Segment(some.rows[0].start, some.rows[-1].stop, 0),) if some.rows else ()
-
-
-def laid_out(change: Callable[[Pass], Pass]) -> Callable[[pytest.MonkeyPatch], None]:
-    lay_out = packing.lay_out
-    return lambda patch: patch.setattr(packing, "lay_out", lambda *arguments: change(lay_out(*arguments)))
+def laid_out(change: Callable[[Pass], Pass]) -> mutants.Change:
+    return around(packing, "lay_out", lambda lay_out, *arguments: change(lay_out(*arguments)))
 
 
 def counted_through(some: Pass) -> Pass:
@@ -255,34 +194,22 @@ def packs_filled_by_a_unit(some: Pass) -> Pass:
     return replace(some, targets=replace(some.targets, position_N=position_N))
 
 
-def forgotten_before_the_backward_pass(patch: pytest.MonkeyPatch) -> None:
+def forgotten_before_the_backward_pass(losses: Any, self: StepEngine, some: Pass) -> Tensor:
     """Checkpointing computes again in the model's own attention."""
-    losses = StepEngine.losses
-
-    def forgetful(self: StepEngine, some: Pass) -> Tensor:
-        loss_R = losses(self, some)
-        for config in self._clipper._attention._configs:
-            config._attn_implementation_internal = "sdpa"
-        return loss_R
-
-    patch.setattr(StepEngine, "losses", forgetful)
+    loss_R = losses(self, some)
+    for config in self._clipper._attention._configs:
+        config._attn_implementation_internal = "sdpa"
+    return loss_R
 
 
-def tail_shared(patch: pytest.MonkeyPatch) -> None:
+def tail_shared(pieces: Any, sequences: Any, shape: Any) -> Any:
     """The last pass of a large unit holds others too."""
-    pieces = packing._pieces
-
-    def more(sequences: Any, shape: Any) -> Any:
-        *first, last = pieces(sequences, shape)
-        yield from first
-        yield (*last, *sequences[:1])
-
-    patch.setattr(packing, "_pieces", more)
+    *first, last = pieces(sequences, shape)
+    return [*first, (*last, *sequences[:1])]
 
 
-def most_units_ignored(patch: pytest.MonkeyPatch) -> None:
-    grouped = packing._grouped
-    patch.setattr(packing, "_grouped", lambda sized, shape: grouped(sized, replace(shape, most_units=10**6)))
+def most_units_ignored(grouped: Any, sized: Any, shape: Any) -> Any:
+    return grouped(sized, replace(shape, most_units=10**6))
 
 
 def sinks_refused() -> None:
@@ -291,11 +218,11 @@ def sinks_refused() -> None:
         checks.refused(lambda: attention.by_rows(nn.Module(), query, query, query, s_aux=query), "s_aux")
 
 
-def attribute(where: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
+def attribute(where: Any, name: str, value: Any) -> mutants.Change:
     return lambda patch: patch.setattr(where, name, value)
 
 
-def function(name: str, value: Callable[[Tensor, float], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+def function(name: str, value: Callable[[Tensor, float], Tensor]) -> mutants.Change:
     return lambda patch: patch.setitem(FUNCTIONS, name, value)
 
 
@@ -325,23 +252,22 @@ def company_refused() -> None:
     checks.self_check_refuses(made, "other rows in the batch")
 
 
-Change = Callable[[pytest.MonkeyPatch], None]
-MUTATIONS: dict[str, tuple[Change, Callable[[], None]]] = {
+MUTATIONS: dict[str, tuple[mutants.Change, Callable[[], None]]] = {
     "no clipping: exactness": (function("flat", lambda norm, bound: torch.ones_like(norm)), exact),
     "no clipping: bound": (function("flat", lambda norm, bound: torch.ones_like(norm)), bounded),
     "max instead of min": (function("flat", lambda norm, bound: (bound / norm).clamp(min=1.0)), exact),
     "clipping to 1.001 C": (function("flat", lambda norm, bound: (1.001 * bound / norm).clamp(max=1.0)), bounded),
-    "no cross term of a tied head": (no_cross_term, partial(exact, "tied", "twice")),
-    "a row attends over its boundary": (over_the_boundary, exact),
-    "positions that do not restart": (laid_out(counted_through), partial(exact, "positions")),
+    "no cross term of a tied head": (no_cross_term, partial(exact, TIED, "twice")),
+    "a row attends over its boundary": (around(RowAttention, "of", over_the_boundary), exact),
+    "positions that do not restart": (laid_out(counted_through), partial(exact, POSITIONS)),
     "positions that do not restart: layout": (laid_out(counted_through), checks.laid_out_publicly),
     "the length of a pass follows the draw": (laid_out(as_long_as_its_rows), checks.laid_out_publicly),
     "the last pack filled from a unit's token": (laid_out(packs_filled_by_a_unit), checks.laid_out_publicly),
     "the layout dropped before checkpointing computes again": (
-        forgotten_before_the_backward_pass, partial(checkpointed, "reentrant"),
+        around(StepEngine, "losses", forgotten_before_the_backward_pass), partial(checkpointed, "reentrant"),
     ),
-    "the tail of a large unit shared": (tail_shared, checks.laid_out_publicly),
-    "most_units ignored": (most_units_ignored, checks.laid_out_publicly),
+    "the tail of a large unit shared": (around(packing, "_pieces", tail_shared), checks.laid_out_publicly),
+    "most_units ignored": (around(packing, "_grouped", most_units_ignored), checks.laid_out_publicly),
     "an unknown keyword of attention ignored": (
         attribute(attention, "HARMLESS", attention.HARMLESS | {"s_aux"}), sinks_refused,
     ),
@@ -350,25 +276,34 @@ MUTATIONS: dict[str, tuple[Change, Callable[[], None]]] = {
     ),
     "stale gradients": (stale, lambda: checks.nothing_left_over(net())),
     "two contributions under checkpointing": (one_contribution_for_every_forward_pass, checkpointed),
-    "pieces of a unit clipped each": (pieces_are_units, lambda: checks.whole_units(net())),
-    "the unfinished unit forgotten": (only_the_last_piece, lambda: checks.whole_units(net())),
-    "sums in float32": (rounded_sums, checks.large_sum),
-    "a unit of nan is kept": (everybody_is_finite, checks.not_finite),
-    "a mean over the tokens of a pass": (mean_over_the_pass, lambda: checks.own_loss(net())),
-    "divided by the realised batch": (mutants.divided_by_who_came, checks.expected_divisor),
-    "rows clipped, not units": (mutants.rows_clipped_each, lambda: checks.whole_units(net())),
-    "noise that depends on the data": (mutants.noise_of_the_data, checks.noise_of_its_own),
+    "pieces of a unit clipped each": (around(PerUnitClipper, "add", pieces_are_units), lambda: checks.whole_units(net())),
+    "the unfinished unit forgotten": (around(PerUnitClipper, "add", only_the_last_piece), lambda: checks.whole_units(net())),
+    "sums in float32": (around(PassGradients, "add_to", rounded_sums), checks.large_sum),
+    "a unit of nan is kept": (attribute(torch, "isfinite", partial(torch.ones_like, dtype=torch.bool)), checks.not_finite),
+    "a mean over the tokens of a pass": (around(StepEngine, "losses", mean_over_the_pass), lambda: checks.own_loss(net())),
+    "divided by the realised batch": (around(StepEngine, "step", mutants.divided_by_who_came), checks.expected_divisor),
+    "rows clipped, not units": (
+        around(PerUnitClipper, "add", mutants.rows_clipped_each), lambda: checks.whole_units(net()),
+    ),
+    "noise that depends on the data": (
+        around(StepEngine, "clipped_sum", mutants.one_variate_more_for_every_unit), checks.noise_of_its_own,
+    ),
     **{name: (change, noise) for name, change in mutants.NOISE.items()},
     **{name: (change, poisson) for name, change in mutants.SAMPLING.items()},
     **{name: (change, exact) for name, change in mutants.SUMS.items()},
-    "noise on half of what trains": (half_of_the_noise, noise),
-    "noise drawn once": (noise_drawn_once, noise),
-    "7% less noise": (slightly_less_noise, noise),
-    "foreign gradients before an empty batch": (no_foreign_guard, lambda: checks.foreign_gradients_refused([])),
+    "noise on half of what trains": (mutants.drawn(none_on_the_second_half), noise),
+    "noise drawn once": (attribute(GaussianNoise, "draw", cache(GaussianNoise.draw)), noise),
+    "7% less noise": (mutants.drawn(lambda noise: 0.93 * noise), noise),
+    "foreign gradients before an empty batch": (
+        attribute(engine, "refuse_foreign_gradients", nothing), lambda: checks.foreign_gradients_refused([]),
+    ),
     "foreign gradients before a batch": (
         no_foreign_guards_at_all, lambda: checks.foreign_gradients_refused(tm.units([(5,)])),
     ),
-    "weight gradients left on": (weight_gradients, lambda: checks.no_weight_gradients(net())),
+    "weight gradients left on": (
+        attribute(clipping, "without_weight_gradients", contextlib.nullcontext),
+        lambda: checks.no_weight_gradients(net()),
+    ),
     "steps beside the engine": (attribute(StepEngine, "_only_released", lambda *_: None), checks.lone_step_refused),
     "TF32 allowed": (attribute(guards, "check_float32", nothing), short_cut),
     "no self-check": (attribute(engine, "self_check", nothing), refuses("off by", Functional)),
@@ -379,7 +314,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[[], None]]] = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_check_sees_the_mutation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, check = MUTATIONS[name]
-    reference("lora"), reference("tied"), reference("positions")  # by brute force, before anything is broken
+    reference(LORA_OF_LLAMA), reference(TIED), reference(POSITIONS)  # by brute force, before anything is broken
     change(monkeypatch)
     with pytest.raises(AssertionError):
         check()

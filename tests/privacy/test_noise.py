@@ -18,38 +18,22 @@ from checks import ALARM, SIGMA, C
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import ECB
+from mutants import around
 from scipy import stats
 from tiny_models import CPU, Toy
 from torch import Tensor
 
 from dpllm.privacy.noise import CHUNK, ENDS, GaussianNoise, SecretStream, os_entropy
 
-STEPS = 400
 
-
-@pytest.fixture(scope="module")
-def released(seed: int) -> Tensor:
-    """What 400 steps release beyond the clipped sum, on a frozen logical batch, over sigma C."""
-    return steps(tm.units([(9, 4), (7,), (5,)]), seed)
-
-
-def steps(some: list, seed: int, count: int = STEPS, entropy: int | None = None, **arguments: Any) -> Tensor:
-    key = 2**90 + seed if entropy is None else entropy
-    net = arguments.pop("net", None) or Toy(bias=True)
-    engine = tm.make_engine(net, tm.plan(C, SIGMA), noise_entropy=key, **arguments)
+def steps(net: Any, some: list, seed: int, count: int, **arguments: Any) -> Tensor:
+    """What so many steps release beyond the clipped sum, on one logical batch, over sigma C."""
+    engine = tm.make_engine(net, tm.plan(C, SIGMA), noise_entropy=2**90 + seed, **arguments)
     return checks.released(engine, tm.batches(some, engine), count)
-
-
-def test_noise_is_normal_of_deviation_sigma_c_on_every_coordinate_and_fresh_at_each_step(released: Tensor) -> None:
-    assert released.shape == (STEPS, 72)  # weight and bias: every coordinate that trains
-    checks.standard_normal(released)
-    checks.unrelated(released.numpy().T)
 
 
 WAYS: dict[str, dict[str, Any]] = {
     "one pass": {},
-    "one pass, bf16": {"autocast": BF16},
-    "several passes": {"tokens": 16},
     "several passes, bf16": {"tokens": 16, "autocast": BF16},
     "each example by itself": {"tokens": tm.ALONE},
     "gradients formed twice": {"mode": "twice"},
@@ -60,8 +44,8 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_noise_is_the_same_however_the_sum_is_formed(way: str, full: bool, seed: int) -> None:
     net = tm.build("llama", {**tm.LORA, "target_modules": ["q_proj"]})
-    values = {"some": tm.units([(9, 4), (7,), (5,)]), "net": net, **WAYS[way]}
-    checks.standard_normal(steps(seed=seed + 7, count=4000 if full else 300, **values))
+    values = {"some": tm.units([(9, 4), (7,), (5,)]), **WAYS[way]}
+    checks.standard_normal(steps(net, seed=seed + 7, count=4000 if full else 300, **values))
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -70,12 +54,10 @@ def test_noise_is_the_same_on_a_model_that_accelerate_prepared(precision: str, f
     net = Accelerator(cpu=True, mixed_precision=precision).prepare_model(Toy(bias=True))
     AcceleratorState._reset_state(reset_partial_state=True)
     some = tm.units([(9, 4), (7,), (5,)])
-    checks.standard_normal(steps(some, seed + 8, 4000 if full else 300, net=net))
-    engine = tm.make_engine(net, tm.plan(C))
+    checks.standard_normal(steps(net, some, seed + 8, 4000 if full else 300))
+    engine, low = tm.make_engine(net, tm.plan(C)), precision == "bf16"
     checks.neighbours(engine, some)
-    assert engine.self_check(tm.VOCABULARY, low_precision=precision == "bf16").error <= (
-        5e-2 if precision == "bf16" else 1e-5
-    )
+    assert engine.self_check(tm.VOCABULARY, low_precision=low).error <= (5e-2 if low else 1e-5)
 
 
 @pytest.mark.parametrize("same_seed", [0, 42])
@@ -91,12 +73,11 @@ def test_a_users_seed_does_not_bring_the_noise_back(same_seed: int) -> None:
 
 
 def test_drawing_noise_neither_reads_nor_moves_the_global_generators() -> None:
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
     first = GaussianNoise(5, CPU).draw(8)
-    assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
+    before = torch.get_rng_state()
     assert torch.equal(GaussianNoise(5, CPU).draw(8), first)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_entropy_is_256_bits_of_the_operating_system() -> None:
@@ -105,7 +86,7 @@ def test_entropy_is_256_bits_of_the_operating_system() -> None:
     assert max(keys).bit_length() > 245
 
 
-@pytest.mark.parametrize("bit", [32, 33, 63, 64, 127, 128, 200, 255])
+@pytest.mark.parametrize("bit", [32, 63, 128, 255])
 def test_every_bit_of_the_key_counts(bit: int) -> None:
     """torch's own CPU generator keeps 32 bits of its seed: its noise could be searched for."""
     one, other = GaussianNoise(5, CPU).draw(1000), GaussianNoise(5 + 2**bit, CPU).draw(1000)
@@ -198,10 +179,8 @@ def test_radii_are_dense_to_the_ends(distance: int, low: bool) -> None:
 
 def test_the_ends_are_taken_from_more_bits(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """As often as u lies there: a share of 2^-11."""
-    seen, real = [], SecretStream._log_near_an_end
-    monkeypatch.setattr(
-        SecretStream, "_log_near_an_end", lambda self, words: seen.append(len(words)) or real(self, words)
-    )
+    seen: list[int] = []
+    around(SecretStream, "_log_near_an_end", lambda log, self, u: seen.append(len(u)) or log(self, u))(monkeypatch)
     draw(stream_of(seed), 40 * CHUNK)
     assert stats.binomtest(sum(seen), 20 * CHUNK, 2 * ENDS).pvalue > ALARM
 
@@ -228,10 +207,8 @@ def test_the_extremes_of_the_stream_give_finite_noise(monkeypatch: pytest.Monkey
 def test_noise_of_the_stream_is_standard_normal(full: bool, seed: int) -> None:
     size = 2_000_000 if full else 400_000
     noise = draw(stream_of(seed), size)
-    assert 2 * stats.norm.sf(abs(noise.mean()) * size**0.5) > ALARM
-    assert 2 * stats.norm.sf(abs((noise**2).mean() - 1) * (size / 2) ** 0.5) > ALARM
-    assert 2 * stats.norm.sf(abs((noise**3).mean()) * (size / 15) ** 0.5) > ALARM
-    assert 2 * stats.norm.sf(abs((noise**4).mean() - 3) * (size / 96) ** 0.5) > ALARM
+    for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert 2 * stats.norm.sf(abs((noise**power).mean() - mean) * (size / variance) ** 0.5) > ALARM
     assert stats.kstest(noise, "norm").pvalue > ALARM
     for beyond in (3.0, 4.0):
         count, share = int((abs(noise) > beyond).sum()), 2 * stats.norm.sf(beyond)

@@ -37,44 +37,34 @@ def base() -> Plan:
     return plan()
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"train": {"tokens_per_pass": 2048}},
-        {"train": {"precision": "bf16"}},
-        {"train": {"seed": 99}},
-        {"train": {"eval_every": 2, "checkpoint_every": 1}},
-        {"train": {"learning_rate": 0.5, "optimizer": "sgd", "lr_scheduler": "cosine", "warmup": 0.3}},
-        {"model": {"gradient_checkpointing": True, "dtype": "bfloat16", "quantization": "4bit"}},
-        {"privacy": {"ledger": "elsewhere", "dataset": "other"}},
-        {"data": {"max_length": 32, "long_examples": "chunk"}},
-        {"adapter": {"method": "frozen", "last_blocks": 1}},
-    ],
-    ids=str,
-)
-def test_knobs_that_are_no_part_of_the_mechanism_leave_the_plan_equal(base: Plan, sections: dict[str, Any]) -> None:
-    assert plan(**sections) == base
+def test_knobs_that_are_no_part_of_the_mechanism_leave_the_plan_equal(base: Plan) -> None:
+    learning = {"learning_rate": 0.5, "optimizer": "sgd", "lr_scheduler": "cosine", "warmup": 0.3}
+    passes = {"tokens_per_pass": 2048, "precision": "bf16", "seed": 99, "eval_every": 2, "checkpoint_every": 1}
+    sections = {
+        "train": {**learning, **passes},
+        "model": {"gradient_checkpointing": True, "dtype": "bfloat16", "quantization": "4bit"},
+        "privacy": {"ledger": "elsewhere", "dataset": "other"},
+        "data": {"max_length": 32, "long_examples": "chunk"},
+        "adapter": {"method": "frozen", "last_blocks": 1},
+    }
+    for name, values in sections.items():
+        assert plan(**{name: values}) == base, name
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
+def test_the_mechanisms_keys_change_the_plan(base: Plan) -> None:
+    privacy = {"noise_multiplier": 1.1, "max_grad_norm": 0.5, "delta": 1e-5, "clipping": "automatic"}
+    by_author = {"unit": "author", "max_examples_per_unit": 2}
+    for sections in (
         {"train": {"batch_size": 11}},
         {"train": {"steps": 6}},
-        {"privacy": {"noise_multiplier": 1.1}},
-        {"privacy": {"max_grad_norm": 0.5}},
-        {"privacy": {"delta": 1e-5}},
+        *({"privacy": {name: value}} for name, value in privacy.items()),
         {"data": {"public_size": N + 1}},
-        {"data": {"unit": "author", "max_examples_per_unit": 4}},
-        {"data": {"unit": "author", "max_examples_per_unit": 2, "sampling": "example"}},
-        {"privacy": {"clipping": "automatic"}},
+        {"data": by_author},
+        {"data": {**by_author, "sampling": "example"}},
         {"audit": {"canaries": {"groups": {1: 20}}}},
         {"num_units": N + 1},
-    ],
-    ids=str,
-)
-def test_the_mechanisms_keys_change_the_plan(base: Plan, sections: dict[str, Any]) -> None:
-    assert plan(**sections) != base
+    ):
+        assert plan(**sections) != base, sections
 
 
 def test_a_plan_is_frozen(base: Plan) -> None:
@@ -103,7 +93,7 @@ def test_automatic_delta_is_a_tenth_of_1_over_n_rounded_down_to_a_digit(size: in
     assert len(f"{delta:e}".split("e")[0].rstrip("0").rstrip(".")) == 1
 
 
-@pytest.mark.parametrize("delta", [1 / N * (1 + 1e-12), 2 / N, 0.5])
+@pytest.mark.parametrize("delta", [1 / N * (1 + 1e-12), 0.5])
 def test_a_delta_of_1_over_n_or_more_is_refused(delta: float) -> None:
     with pytest.raises(Refused, match="1/N"):
         plan(privacy={"delta": delta})
@@ -111,10 +101,8 @@ def test_a_delta_of_1_over_n_or_more_is_refused(delta: float) -> None:
 
 def test_a_refused_delta_names_the_slots_of_canaries_and_then_advises_fewer() -> None:
     """60 people and 1,015 slots: more data would make it worse."""
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(Refused, match=r"1,015.*audit\.canaries\.groups"):
         resolved_delta("auto", 1e-3, 1075, canary_slots=1015)
-    assert "1,015" in str(refusal.value)
-    assert "audit.canaries.groups" in str(refusal.value)
     assert resolved_delta("auto", 1e-3, 60) <= 1e-3
     with pytest.raises(Refused) as refusal:
         resolved_delta("auto", 1e-3, 1075)
@@ -138,18 +126,10 @@ def test_the_relation_follows_from_how_the_size_became_public() -> None:
 
 
 def test_the_event_is_the_mechanism_that_runs(base: Plan) -> None:
-    assert accounting.count_releases(base.event) == base.schedule.num_steps
-    assert base.event == accounting.dp_sgd_event(
-        base.schedule.sampling_rate, base.noise_multiplier, base.schedule.num_steps
-    )
+    schedule = base.schedule
+    assert base.event == accounting.dp_sgd_event(schedule.sampling_rate, base.noise_multiplier, schedule.num_steps)
+    assert accounting.count_releases(base.event) == schedule.num_steps
     assert math.isfinite(base.epsilon)
-
-
-def test_plan_json_is_enough_to_recompute_epsilon(base: Plan) -> None:
-    stored = json.loads(json.dumps(base.to_json()))
-    again = accounting.epsilon(events.read(stored["event"]), stored["delta"], stored["neighbouring_relation"])
-    assert again == stored["epsilon"] == base.epsilon
-    assert stored["expected_batch_size"] / stored["dataset_size"] == stored["sampling_rate"]
 
 
 CALIBRATED = {"noise_multiplier": None, "epsilon": 4.0}
@@ -172,18 +152,17 @@ def test_with_example_sampling_the_guarantee_is_for_all_rows_of_a_unit() -> None
 
 def test_what_is_counted_is_what_is_sampled(tmp_path: Path) -> None:
     """Rows after the cap with example sampling, units without it."""
-    path = tmp_path / "rows.jsonl"
-    authors = ["a"] * 5 + ["b"] * 2 + ["c"]
-    path.write_text("".join(json.dumps({"text": f"row {n}", "author": who}) + "\n" for n, who in enumerate(authors)))
-    counted = {
-        sampling: tiny.count_units(recipe(data={**ROWS, "train": str(path), "sampling": sampling}).data, tmp_path)
-        for sampling in ("unit", "example")
-    }
-    assert counted == {"unit": 3, "example": 4 + 2 + 1}
+    rows = [{"text": f"row {number}", "author": author} for number, author in enumerate("aaaaabbc")]
+    data = {**ROWS, "train": str(tiny.write_rows(tmp_path / "rows.jsonl", rows))}
+    for sampling, expected in (("unit", 3), ("example", 4 + 2 + 1)):
+        assert tiny.count_units(recipe(data={**data, "sampling": sampling}).data, tmp_path) == expected
 
 
-def test_the_plan_says_what_an_attacker_can_do_and_what_other_accountants_and_deltas_say(base: Plan) -> None:
+def test_the_plan_says_its_epsilon_by_other_accountants_and_deltas_and_what_an_attacker_can_do(base):
     stored = json.loads(json.dumps(base.to_json(), allow_nan=False))
+    again = accounting.epsilon(events.read(stored["event"]), stored["delta"], stored["neighbouring_relation"])
+    assert again == stored["epsilon"] == base.epsilon
+    assert stored["expected_batch_size"] / stored["dataset_size"] == stored["sampling_rate"]
     assert stored["accountants"] == accounting.epsilon_by_accountant(base.event, base.delta, base.neighbouring_relation)
     assert stored["accountants"]["pld"] == base.epsilon
     assert stored["limits"] == attacker_limits_of(base.event, base.neighbouring_relation)
@@ -202,11 +181,9 @@ def filter_with(share: float) -> Fit:
 
 
 def test_noise_is_the_larger_of_what_meets_the_target_and_what_fits_the_filter() -> None:
-    config = recipe(privacy=CALIBRATED)
-    usual = plan_of(config, N)
-    roomy, tight = filter_with(1.5), filter_with(0.6)
-    assert plan_of(config, N, fit=roomy) == usual
-    fitted = plan_of(config, N, fit=tight)
+    config, tight = recipe(privacy=CALIBRATED), filter_with(0.6)
+    usual, fitted = plan_of(config, N), plan_of(config, N, fit=tight)
+    assert plan_of(config, N, fit=filter_with(1.5)) == usual
     assert usual.noise_multiplier < fitted.noise_multiplier < 2 * usual.noise_multiplier
     assert fitted.epsilon < usual.epsilon
     assert renyi.rdp(fitted.event, ORDER) <= tight.allowance
@@ -234,15 +211,14 @@ def test_a_filter_cannot_count_a_mixture() -> None:
 
 
 def test_a_budgets_delta_must_be_below_one_over_n_too() -> None:
-    with pytest.raises(Refused, match=r"the delta of the dataset's budget, 0\.02 is not below 1/N.* dpllm ledger init"):
-        plan_of(recipe(train={"batch_size": 10, "steps": 5}), 50, largest_delta=0.02)
-    assert plan_of(recipe(train={"batch_size": 10, "steps": 5}), 50, largest_delta=0.01).delta <= 0.01
+    with pytest.raises(Refused, match=r"the dataset's budget, 0\.02 is not below 1/N.* dpllm ledger init"):
+        plan_of(recipe(), 50, largest_delta=0.02)
+    assert plan_of(recipe(), 50, largest_delta=0.01).delta <= 0.01
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"target_epsilon": 0.0},
         {"target_epsilon": math.nan},
         {"delta": 0.5},
         {"dataset_size": 3},
@@ -270,15 +246,13 @@ def test_a_mechanism_of_no_promise_is_none(wrong: dict[str, Any], base: Plan) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("dataset_size", 10**400), ("num_steps", 10**18), ("noise_multiplier", 1e300), ("num_steps", 10**400)],
+    ("name", "value"), [("dataset_size", 10**400), ("num_steps", 10**18), ("noise_multiplier", 1e300)]
 )
 def test_numbers_that_no_float_or_event_holds_are_no_plan(base: Plan, name: str, value: float) -> None:
     with pytest.raises(NotAStatement):
         Plan.checked({**base.to_json(), name: value})
 
 
-@pytest.mark.parametrize("sigma", [1e-6, 1e-5, 1e-4])
-def test_hardly_any_noise_is_above_the_target(sigma: float) -> None:
+def test_hardly_any_noise_is_above_the_target() -> None:
     with pytest.raises(Refused, match="above the target"):
-        plan(privacy={"noise_multiplier": sigma}, train={"steps": 1000})
+        plan(privacy={"noise_multiplier": 1e-6}, train={"steps": 1000})

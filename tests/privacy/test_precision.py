@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import checks
+import numpy as np
 import pytest
 import tiny_models as tm
 import torch
 from cases import BF16, FP16, MODES, built, generated
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutants import around
 from peft.tuners.tuners_utils import BaseTunerLayer
 from tiny_models import LORA
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from dpllm.privacy import clipping, gradients, selfcheck
+from dpllm.errors import Refused
+from dpllm.privacy import clipping, engine, gradients, reference, selfcheck
 from dpllm.privacy.gradients import PassGradients
 from dpllm.privacy.packing import Segment
-from dpllm.privacy.rules import Formed, LookedUp, Product
+from dpllm.privacy.rules import LookedUp, Product
 from dpllm.run.build import check_in_float32
 
 
@@ -98,17 +104,7 @@ def test_the_rounding_of_a_unit_does_not_follow_its_neighbours(scale: float, mod
     mode=st.sampled_from(MODES),
     seed=st.integers(0, 10**6),
 )
-def test_parts_that_cancel_are_clipped_to_at_most_c(
-    tokens: tuple[int, int],
-    i: int,
-    j: int,
-    log_scale: float,
-    copies: int,
-    low: bool,
-    looked_up: bool,
-    mode: str,
-    seed: int,
-) -> None:
+def test_parts_that_cancel_are_clipped_to_at_most_c(tokens, i, j, log_scale, copies, low, looked_up, mode, seed):
     """Any products, several calls of one layer, and lookups (a tied head), whose sum nearly vanishes."""
     generator, end = torch.Generator().manual_seed(seed), sum(tokens)
     dtype = torch.bfloat16 if low else torch.float32
@@ -136,35 +132,6 @@ def test_parts_that_cancel_are_clipped_to_at_most_c(
         assert float(sum_P.norm()) * spacing <= bound * checks.BOUND
 
 
-@pytest.mark.parametrize("counted", [(True, True, True), (True, False, True)], ids=["all finite", "one not finite"])
-@pytest.mark.parametrize("added", [1, 40, 10**6], ids=["one number at once", "some", "all together"])
-@pytest.mark.parametrize("mode", MODES)
-def test_parameters_that_are_added_together_get_the_bits_of_each_alone(
-    mode: str, added: int, counted: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neighbours in the buffer and in the sum, with gaps in either, and matrices that are formed twice between them."""
-    monkeypatch.setattr(gradients, "ADDED", added)
-    generator = torch.Generator().manual_seed(5)
-    shapes = [(2, 3), (4,), (3, 2), (50, 9), (32,), (64,), (2, 2), (1, 5)]
-    parameters = {str(number): nn.Parameter(torch.zeros(shape)) for number, shape in enumerate(shapes)}
-    held = PassGradients(parameters, 4, 10**6 if mode == "held" else 0)
-    held.open([Segment(unit, unit + 1, unit) for unit in range(3)])
-    sum_P = 2.0**40 + torch.arange(held.size, dtype=torch.float64)
-    factor_U, expected, square_LU = torch.tensor([0.3, 0.0, 1e-4], dtype=torch.float64), [], []
-    for parameter, before in zip(
-        parameters.values(), sum_P.split([p.numel() for p in parameters.values()]), strict=True
-    ):
-        gradient_U = 1e6 * torch.randn(3, *parameter.shape, generator=generator)
-        gradient_U[[unit for unit, good in enumerate(counted) if not good]] = float("nan")
-        held.add(parameter, Formed(gradient_U))
-        rounded_U = [(gradient_U[unit].double() * factor_U[unit]).round().flatten() for unit in range(3)]
-        expected.append(before + sum(one for one, good in zip(rounded_U, counted, strict=True) if good))
-        square_LU.append(gradient_U.flatten(1).double().square().sum(dim=1))
-    torch.testing.assert_close(held.unit_norms(), torch.stack(square_LU), equal_nan=True)
-    held.add_to(sum_P, factor_U, torch.tensor(counted))
-    assert torch.equal(sum_P, torch.cat(expected))
-
-
 def test_a_unit_has_the_bits_that_it_has_alone_with_any_threads() -> None:
     """Tall, wide and square matrices, odd sizes, more units than are measured together; a buffer that grows and is used again."""
     generator = torch.Generator().manual_seed(6)
@@ -174,22 +141,18 @@ def test_a_unit_has_the_bits_that_it_has_alone_with_any_threads() -> None:
     lengths = torch.randint(1, 40, (11,), generator=generator).tolist()
     parts = [[torch.randn(sum(lengths) + 5, width, generator=generator) for width in shape] for shape in shapes]
 
+    rows = torch.arange(sum(lengths) + 5).split([*lengths, 5])
+
     def seen(numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """square_LU and the sum of these units, which lie one after the other in a pass of their own."""
-        starts = [sum(lengths[:number]) for number in numbers]
-        rows = [row for number, at in zip(numbers, starts, strict=True) for row in range(at, at + lengths[number])]
-        ends = [sum(lengths[number] for number in numbers[: place + 1]) for place in range(len(numbers))]
-        held.open(
-            [Segment(end - lengths[n], end, place) for place, (n, end) in enumerate(zip(numbers, ends, strict=True))]
-        )
-        padded = [*rows, *range(sum(lengths), sum(lengths) + 5)]
+        ends = np.cumsum([lengths[number] for number in numbers]).tolist()
+        held.open([Segment(start, end, place) for place, (start, end) in enumerate(itertools.pairwise([0, *ends]))])
+        padded = torch.cat([*(rows[number] for number in numbers), rows[-1]])
         for parameter, (left, right) in zip(parameters.values(), parts, strict=True):
             held.add(parameter, Product(left[padded], right[padded]))
-        sum_P = torch.zeros(held.size, dtype=torch.float64)
-        square_LU = held.unit_norms()
-        held.add_to(
-            sum_P, torch.full((len(numbers),), 1e6, dtype=torch.float64), torch.ones(len(numbers), dtype=torch.bool)
-        )
+        sum_P, square_LU = torch.zeros(held.size, dtype=torch.float64), held.unit_norms()
+        factor_U = torch.full((len(numbers),), 1e6, dtype=torch.float64)
+        held.add_to(sum_P, factor_U, torch.ones(len(numbers), dtype=torch.bool))
         return square_LU, sum_P
 
     threads = torch.get_num_threads()
@@ -214,19 +177,16 @@ PRODUCTS = {
 }
 
 
-def untouched() -> None:
-    """As torch starts: nobody has set anything."""
-    torch.set_float32_matmul_precision("highest")
-    for place in PRODUCTS.values():
-        place.fp32_precision = "none"
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
 @pytest.fixture
 def _untouched() -> Iterator[None]:
-    untouched()
-    yield
-    untouched()
+    """As torch starts: nobody has set anything."""
+    for wait in (True, False):
+        torch.set_float32_matmul_precision("highest")
+        for place in PRODUCTS.values():
+            place.fp32_precision = "none"
+        assert torch.get_float32_matmul_precision() == "highest"
+        if wait:
+            yield
 
 
 @pytest.mark.usefixtures("_untouched")
@@ -248,7 +208,12 @@ def test_adapters_keep_their_inputs_in_the_precision_of_autocast(monkeypatch: py
     net = lowered(tm.build("llama", tm.LORA), torch.bfloat16)
     layers = [module for module in net.modules() if isinstance(module, BaseTunerLayer)]
     assert layers
-    monkeypatch.setattr(clipping.PerUnitClipper, "_receive", _looking(clipping.PerUnitClipper._receive, kept))
+
+    def look(receive: Any, self: Any, layer: Any, name: str, rule: Any, input: torch.Tensor, *rest: Any) -> None:
+        kept.add(input.dtype)
+        receive(self, layer, name, rule, input, *rest)
+
+    around(clipping.PerUnitClipper, "_receive", look)(monkeypatch)
     for cast in (True, False):
         engine = tm.make_engine(net, tm.plan(0.05), autocast=BF16)
         if cast:
@@ -263,18 +228,8 @@ def test_adapters_keep_their_inputs_in_the_precision_of_autocast(monkeypatch: py
     assert not any("_cast_input_dtype" in vars(layer) for layer in layers)
 
 
-def _looking(receive: Any, kept: set[torch.dtype]) -> Any:
-    def look(self: Any, layer: Any, name: str, rule: Any, input: torch.Tensor, backprop: torch.Tensor) -> None:
-        kept.add(input.dtype)
-        receive(self, layer, name, rule, input, backprop)
-
-    return look
-
-
 @pytest.mark.parametrize("failure", [ImportError("no Triton"), RuntimeError("no compiler")])
-def test_without_kernels_units_are_computed_one_after_the_other(
-    failure: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_kernels_units_are_computed_one_after_the_other(failure: Exception, monkeypatch: Any) -> None:
     """A lack of memory is no lack of a compiler."""
     kernels = ModuleType("dpllm.privacy.kernels")
     monkeypatch.setitem(sys.modules, "dpllm.privacy.kernels", kernels)
@@ -292,3 +247,99 @@ def test_without_kernels_units_are_computed_one_after_the_other(
     kernels.try_out = lambda device: None  # type: ignore[attr-defined]
     assert kernels_for(cuda) is kernels
     assert kernels_for(torch.device("cpu")) is None
+
+
+# --- the reference of the self-check: rounding is measured, and does not hide what is missing ---------------------------
+
+EXACT = torch.linspace(1.0, 2.0, 60, dtype=torch.float64)
+NORMS = torch.tensor([3.0, 4.0], dtype=torch.float64)
+
+
+def compared(
+    seen_P: Tensor, rounding: float, tolerance: float = 5e-2, seen_U: Any = NORMS, of_norms: float = 0
+) -> float:
+    """Against a reference of two parameters and two units: rounding moves the second of each by so much."""
+    parameters = {"first": nn.Parameter(torch.zeros(20)), "second": nn.Parameter(torch.zeros(40))}
+    subject: Any = SimpleNamespace(parameters=parameters, tolerance=tolerance)
+    moved = torch.cat([EXACT[:20], EXACT[20:] * (1 + rounding)]), NORMS * torch.tensor([1.0, 1.0 + of_norms])
+    return reference.compare(subject, seen_U, seen_P, lambda otherwise: moved if otherwise else (EXACT, NORMS))
+
+
+def second_times(factor: float) -> Tensor:
+    return torch.cat([EXACT[:20], EXACT[20:] * factor])
+
+
+def test_an_error_of_a_few_roundings_is_accepted_and_a_larger_one_names_its_layer() -> None:
+    assert compared(second_times(1.03), 0.0) == pytest.approx(0.03)
+    assert compared(second_times(1.08), 0.025) == pytest.approx(0.08)
+    with pytest.raises(Refused, match=r"clipped sum of second is off by 8\.0e-02"):
+        compared(second_times(1.08), 0.015)
+    with pytest.raises(Refused, match="clipped sum of second"):
+        compared(second_times(1.002), 2e-4, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 2.0, -1.0, float("nan"), float("inf")])
+def test_no_rounding_hides_what_is_missing(factor: float) -> None:
+    for rounding in (0.1, 1.0, float("inf"), float("nan")):
+        with pytest.raises(Refused, match="clipped sum of second"):
+            compared(second_times(factor), rounding)
+
+
+def test_a_reference_that_is_not_finite_and_rounding_of_another_layer_excuse_nothing() -> None:
+    for rounding in (float("nan"), float("inf")):
+        with pytest.raises(Refused, match="clipped sum of second"):
+            compared(second_times(1.35), rounding, tolerance=1e-3)
+    with pytest.raises(Refused, match="clipped sum of first"):
+        compared(torch.cat([EXACT[:20] * 1.1, EXACT[20:]]), 0.05)
+
+
+def norms_times(factor: float) -> Tensor:
+    return NORMS * torch.tensor([1.0, factor], dtype=torch.float64)
+
+
+def test_norms_are_held_to_their_own_rounding() -> None:
+    assert compared(EXACT, 0.0, seen_U=norms_times(1.03)) == pytest.approx(0.03)
+    assert compared(EXACT, 0.0, seen_U=norms_times(0.92), of_norms=-0.025) == pytest.approx(0.08)
+    with pytest.raises(Refused, match=r"norm of a unit's gradient is off by 8\.0e-02"):
+        compared(EXACT, 0.1, seen_U=norms_times(1.08), of_norms=0.015)
+    with pytest.raises(Refused, match="norm of a unit's gradient"):
+        compared(EXACT, 0.0, tolerance=1e-3, seen_U=norms_times(0.99), of_norms=0.1)
+    for factor in (0.0, 0.79, 1.2, float("nan"), float("inf")):
+        with pytest.raises(Refused, match="norm of a unit's gradient"):
+            compared(EXACT, 1.0, seen_U=norms_times(factor), of_norms=1.0)
+
+
+def test_outputs_of_low_precision_are_moved_by_as_much_as_rounding_moves_them() -> None:
+    net = nn.Sequential(nn.Linear(64, 4096, bias=False), nn.Identity())
+    for dtype, least, most in ((torch.bfloat16, 5e-4, 4e-3), (torch.float32, 1e-8, 6e-8)):
+        net.to(dtype)
+        values = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+        state = torch.get_rng_state()
+        with torch.no_grad():
+            before = net[0](values)
+            with reference._moved(net):
+                after = net[0](values)
+            apart = ((after - before).double().norm() / before.double().norm()).item()
+            assert least < apart < most
+            assert torch.equal(net[0](values), before)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_in_bfloat16_an_engine_passes_by_its_rounding_and_not_with_half_a_gradient(factor, monkeypatch):
+    """At a tolerance that rounding alone exceeds."""
+    monkeypatch.setattr(engine, "LOW_PRECISION_TOLERANCE", 4e-3)
+    made = tm.make_engine(tm.build("llama", tm.LORA), tm.plan(0.05), longest=48, tokens=128, autocast=BF16)
+    add, name = PassGradients.add, "base_model.model.model.layers.1.self_attn.v_proj.lora_B.default.weight"
+
+    def less(self: PassGradients, parameter: Tensor, part: Product) -> None:
+        if parameter is made.parameters[name]:
+            part = replace(part, left_Mi=part.left_Mi * factor)
+        add(self, parameter, part)
+
+    monkeypatch.setattr(PassGradients, "add", less)
+    if factor == 1.0:
+        assert 4e-3 < made.self_check(tm.VOCABULARY, low_precision=True).error < 2e-2
+        return
+    with pytest.raises(Refused, match=re.escape(name)):
+        made.self_check(tm.VOCABULARY, low_precision=True)

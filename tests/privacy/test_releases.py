@@ -1,5 +1,7 @@
 """What a release promises: the distribution of its mechanism's theorem over neighbours, OpenDP's epsilon, a 95% error.
 
+A label is flipped with exactly the probability that its epsilon allows.
+
 OpenDP takes its noise from the operating system, and no seed can fix it: each statistical test has a false alarm probability
 of at most 1e-8 (``ALARM``), whatever is drawn.
 """
@@ -8,24 +10,29 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import sys
 from collections import Counter
+from fractions import Fraction
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opendp.accuracy import discrete_laplacian_scale_to_accuracy as accuracy
+from opendp.measurements import make_private_quantile
+from opendp.measures import max_divergence
 from scipy import stats
 
 from dpllm.errors import ConfigError
-from dpllm.privacy import releases
+from dpllm.privacy import accounting, releases
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.events import PureDP
-from dpllm.privacy.releases import measurement
+from dpllm.privacy.events import Gaussian, PureDP
+from dpllm.privacy.releases import flip_probability, flipped, measurement
 from dpllm.releases.asked import OTHER, Statistic
 
 ALARM = 1e-8
-DRAWS = 4000
+DRAWS, COINS = 4000, 40_000
 UNITS = Statistic("units")
 SHARES = Statistic("shares", "label", ("yes", "no"))
 MEDIAN = Statistic("quantiles", "age", (), (10.0, 20.0, 30.0, 40.0), 0.5)
@@ -87,13 +94,9 @@ def test_the_event_is_the_epsilon_of_opendp_s_map(asked: Statistic, rows: int) -
 
 
 @pytest.mark.parametrize("rows", [1, 7])
-@pytest.mark.parametrize("cost", [1e-3, 0.3, 2.0, 40.0])
+@pytest.mark.parametrize("cost", [1e-3, 0.3, 40.0])
 def test_the_error_that_is_told_is_that_of_opendp_s_own_scale(rows: int, cost: float) -> None:
     """Whoever verifies a card has no OpenDP: mechanism, epsilon and what is declared give it."""
-    from opendp.accuracy import discrete_laplacian_scale_to_accuracy as accuracy
-    from opendp.measurements import make_private_quantile
-    from opendp.measures import max_divergence
-
     assert measurement(SHARES, rows, cost).error == pytest.approx(accuracy(rows / cost, 0.05), rel=1e-9)
     assert measurement(UNITS, rows, cost).error == pytest.approx(accuracy(1 / cost, 0.05), rel=1e-9)
     for quantile in (0.5, 0.9, 1 / 3, 0.001, 0.29):
@@ -180,3 +183,60 @@ def test_only_declared_text_reaches_opendp(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_epsilon_for_which_there_is_no_mechanism_is_one_line(cost: float) -> None:
     with pytest.raises(ConfigError, match="OpenDP has no mechanism of epsilon"):
         measurement(UNITS, 1, cost)
+
+
+# --- labels ----------------------------------------------------------------------------------------------------------
+
+
+def as_often_as_epsilon_says(epsilon: float) -> None:
+    """The number of flips is binomial with q = 1 / (1 + e^epsilon), to the confidence of so many coins."""
+    below = random.Random(0).randrange
+    flips = sum(flipped(epsilon, below) for _ in range(COINS))
+    assert stats.binomtest(flips, COINS, 1 / (1 + math.exp(epsilon))).pvalue > ALARM
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 1.0, 3.0])
+def test_labels_flip_as_often_as_their_epsilon_says(epsilon: float) -> None:
+    as_often_as_epsilon_says(epsilon)
+    assert flip_probability(epsilon) == pytest.approx(1 / (1 + math.exp(epsilon)), rel=1e-15)
+
+
+def test_two_labels_flip_independently() -> None:
+    below = random.Random(5).randrange
+    both = sum(flipped(1.0, below) + flipped(1.0, below) == 2 for _ in range(10_000))
+    assert stats.binomtest(both, 10_000, flip_probability(1.0) ** 2).pvalue > ALARM
+
+
+def test_the_coin_computes_with_the_very_number_that_is_charged() -> None:
+    """A fair coin, then an exact one with probability e^-epsilon: no float is compared with a random number."""
+    assert not flipped(1.0, lambda _: 0)  # the fair coin keeps
+    said, asked, rest = iter([1]), list[int](), random.Random(3).randrange
+
+    def tell(most: int) -> int:
+        asked.append(most)
+        return next(said, None) or rest(most)
+
+    flipped(0.7, tell)
+    assert asked[:2] == [2, Fraction(0.7).denominator]
+
+
+BROKEN_COINS = {
+    "epsilon of another": lambda patch: patch.setattr(releases, "Fraction", lambda epsilon: Fraction(epsilon) / 2),
+    "a fair coin": lambda patch: patch.setattr(releases, "bernoulli_exp", lambda gamma, below: below(2) == 1),
+    "never": lambda patch: patch.setattr(releases, "bernoulli_exp", lambda gamma, below: False),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_COINS)
+def test_a_broken_coin_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BROKEN_COINS[name](monkeypatch)
+    with pytest.raises(AssertionError):
+        as_often_as_epsilon_says(2.0)
+
+
+def test_labels_are_accounted_by_known_epsilons_alone() -> None:
+    """k labels of one annotator add up; a clipped sum, which a changed label moves by 2 C, has no figure under this relation."""
+    together = accounting.compose([PureDP(1.0), PureDP(1.0)])
+    assert epsilon(together, 1e-9, "label_changed") == pytest.approx(2.0, abs=1e-3)
+    with pytest.raises(ConfigError, match="2 C"):
+        epsilon(Gaussian(1.0), 1e-5, "label_changed")

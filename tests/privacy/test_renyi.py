@@ -1,28 +1,24 @@
-"""The Renyi filter counts right: divergences, the conversion to epsilon, and what still fits."""
+"""Noise fits: the Renyi filter counts right, and calibrated noise meets its target while hardly less does not."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
 from dpllm.errors import ConfigError
-from dpllm.privacy.accounting import Event, compose, dp_sgd_event, epsilon
+from dpllm.privacy import accounting, privacy_loss
+from dpllm.privacy.accounting import calibrate_noise_multiplier, compose, dp_sgd_event, epsilon
 from dpllm.privacy.events import Gaussian, Imported, SelfComposed
 from dpllm.privacy.parts import dp_event_of, parts_of
-from dpllm.privacy.renyi import (
-    ORDERS,
-    Fit,
-    allowance,
-    divergence,
-    filter_order,
-    rdp,
-    smallest_noise_multiplier,
-)
+from dpllm.privacy.renyi import MAX_NOISE_MULTIPLIER, ORDERS, Fit, allowance, divergence, filter_order, rdp
+from dpllm.privacy.renyi import smallest_noise_multiplier as smallest
 
 RUN = dp_sgd_event(0.02, 0.8, 150)
 
@@ -30,10 +26,6 @@ RUN = dp_sgd_event(0.02, 0.8, 150)
 def to_epsilon(divergence: float, delta: float, order: float) -> float:
     """The epsilon that a Renyi divergence implies: Canonne et al. 2020, proposition 12."""
     return divergence + math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
-
-
-def imported(eps: float, delta: float = 0.0) -> Event:
-    return Imported(eps, delta)
 
 
 @pytest.mark.parametrize("order", [1.1, 2.0, 3.2, 64.0])
@@ -60,34 +52,32 @@ def log_moment(order: float, q: float, sigma: float) -> float:
 
 
 @pytest.mark.parametrize(("q", "sigma"), [(0.3, 2.0), (0.5, 4.0), (0.7, 1.0)])
-@pytest.mark.parametrize("order", [1.1, 1.5, 1.9, 2.1, 2.5])
-def test_an_order_that_does_not_converge_is_bounded_by_those_beside_it(order: float, q: float, sigma: float) -> None:
-    from dp_accounting.rdp import RdpAccountant
-
+@pytest.mark.parametrize("order", [1.1, 1.9, 2.5])
+def test_an_order_that_does_not_converge_is_bounded_by_its_neighbours(order: float, q: float, sigma: float) -> None:
     event = dp_sgd_event(q, sigma, 1)
-    if order == 1.1:
-        assert math.isinf(
-            RdpAccountant([order]).compose(dp_event_of(parts_of(event))).rdp[0]
-        )  # why there is such a bound
+    if order == 1.1:  # why there is such a bound
+        assert math.isinf(RdpAccountant([order]).compose(dp_event_of(parts_of(event))).rdp[0])
     exact = log_moment(order, q, sigma) / (order - 1)
     assert exact <= rdp(event, order) <= rdp(event, math.ceil(order))
     assert rdp(event, order) <= exact * 2.2
 
 
-@pytest.mark.parametrize("eps", [0.01, 0.5, 1.0, 5.0, 10.0])
+@pytest.mark.parametrize("eps", [0.01, 1.0, 10.0])
 @pytest.mark.parametrize("order", [1.1, 2.0, 3.2, 64.0])
 def test_a_pure_import_costs_what_randomised_response_does(eps: float, order: float) -> None:
     p = 1 / (1 + math.exp(-eps))
     rest = math.exp(-eps) * p
     exact = math.log(p**order * rest ** (1 - order) + rest**order * p ** (1 - order)) / (order - 1)
-    assert rdp(imported(eps), order) == pytest.approx(exact, rel=1e-9)
-    assert rdp(imported(eps), order) <= min(eps, order * eps**2 / 2) * (1 + 1e-12)
+    assert rdp(Imported(eps, 0.0), order) == pytest.approx(exact, rel=1e-9)
+    assert rdp(Imported(eps, 0.0), order) <= min(eps, order * eps**2 / 2) * (1 + 1e-12)
 
 
 def test_an_imported_delta_has_no_finite_divergence() -> None:
-    assert rdp(imported(0.1, 1e-9), 3.2) == math.inf
-    assert divergence(parts_of(compose([RUN, imported(0.1, 1e-9)])), 3.2) == rdp(compose([RUN, imported(0.1)]), 3.2)
-    assert rdp(compose([RUN, imported(0.1)]), 3.2) == pytest.approx(rdp(RUN, 3.2) + rdp(imported(0.1), 3.2))
+    assert rdp(Imported(0.1, 1e-9), 3.2) == math.inf
+    assert divergence(parts_of(compose([RUN, Imported(0.1, 1e-9)])), 3.2) == rdp(
+        compose([RUN, Imported(0.1, 0.0)]), 3.2
+    )
+    assert rdp(compose([RUN, Imported(0.1, 0.0)]), 3.2) == pytest.approx(rdp(RUN, 3.2) + rdp(Imported(0.1, 0.0), 3.2))
 
 
 def test_events_without_a_divergence_are_refused() -> None:
@@ -129,7 +119,7 @@ def test_the_order_of_a_filter_leaves_a_third_of_the_budget(value: float, delta:
 def test_the_order_of_a_filter_costs_little_beside_one_chosen_in_hindsight(eps: float) -> None:
     for rate, steps, runs in ((0.02, 150, 8), (0.002, 3000, 1), (0.1, 100, 4)):
         noise = {
-            order: smallest_noise_multiplier(
+            order: smallest(
                 lambda s, q=rate, t=steps: dp_sgd_event(q, s, t),  # type: ignore[misc]
                 Fit(order, allowance(eps, 1e-5, order) / runs),
             )
@@ -147,16 +137,88 @@ FIT = Fit(3.2, allowance(8.0, 1e-5, 3.2) - 7 * rdp(RUN, 3.2))  # after seven run
 
 def test_the_smallest_noise_fits_and_a_grid_step_less_does_not() -> None:
     for rate, steps in ((0.02, 150), (0.5, 100), (1.0, 10_000)):
-        sigma = smallest_noise_multiplier(lambda s, q=rate, t=steps: dp_sgd_event(q, s, t), FIT)  # type: ignore[misc]
+        sigma = smallest(lambda s, q=rate, t=steps: dp_sgd_event(q, s, t), FIT)  # type: ignore[misc]
         assert rdp(dp_sgd_event(rate, sigma, steps), 3.2) <= FIT.allowance
         assert rdp(dp_sgd_event(rate, sigma - 1e-4, steps), 3.2) > FIT.allowance
         assert round(sigma * 1e4) / 1e4 == sigma
-    assert smallest_noise_multiplier(lambda s: dp_sgd_event(0.02, s, 150), Fit(3.2, 0.0)) == math.inf
-    assert smallest_noise_multiplier(lambda s: dp_sgd_event(1.0, s, 10**8), Fit(3.2, 1e-12)) == math.inf
+    assert smallest(lambda s: dp_sgd_event(0.02, s, 150), Fit(3.2, 0.0)) == math.inf
+    assert smallest(lambda s: dp_sgd_event(1.0, s, 10**8), Fit(3.2, 1e-12)) == math.inf
 
 
-@pytest.mark.parametrize("least", [0.05, 0.0501, 0.9999, 1.0, 1.0001, 2.0, 9999.9999, 1e4, 1.1e4])
+@pytest.mark.parametrize("least", [0.05, 0.0501, 1.0, 9999.9999, 1e4, 1.1e4])
 def test_the_grid_is_searched_to_its_ends(least: float) -> None:
     fit = Fit(2.0, rdp(dp_sgd_event(1.0, least, 1), 2.0))
-    result = smallest_noise_multiplier(lambda s: dp_sgd_event(1.0, s, 1), fit)
+    result = smallest(lambda s: dp_sgd_event(1.0, s, 1), fit)
     assert result == (least if least <= 1e4 else math.inf)
+
+
+# --- calibrated noise ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _calibrated_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere the tests of a session share what was found."""
+    for name in ("_calibrate", "_pld"):
+        monkeypatch.setattr(accounting, name, getattr(accounting, name).__wrapped__)
+
+
+CALIBRATIONS = [  # target, delta, q, steps, rows of a unit, and the noise that others publish
+    (8.0, 1e-5, 0.02, 150, 1, 0.560556),
+    pytest.param(3.0, 1 / 84122, 1024 / 42061, 410, 1, 1.01264, marks=pytest.mark.full),
+    (1.0, 1e-6, 0.1, 512, 1, 9.66),
+    (0.1, 1e-6, 0.01, 1000, 1, 11.5709),
+    (3.0, 1e-5, 1.0, 30, 1, None),
+    (5.0, 1e-5, 0.01, 100, 4, None),
+    pytest.param(8.0, 1e-5, 0.02, 300, 16, None, marks=pytest.mark.full),
+    pytest.param(2.0, 1e-5, 1e-3, 2000, 64, None, marks=pytest.mark.full),
+    # Where epsilon is 0 beyond some noise, a search that reads slopes alone swung there and back for minutes.
+    (1e-4, 2e-5, 0.031, 60, 1, None),
+    (1e-4, 6e-4, 39 / 180, 234, 1, None),
+    (1e-5, 3e-4, 6 / 354, 1641, 1, None),
+    (1e-5, 2e-4, 12 / 660, 29, 16, None),
+    (1e-5, 7e-6, 1 / 13446, 1, 4, None),
+]
+
+
+@pytest.mark.usefixtures("_calibrated_anew")
+@pytest.mark.parametrize(("target", "delta", "q", "num_steps", "rows", "published"), CALIBRATIONS)
+def test_calibrated_noise_meets_the_target_after_few_trials_and_no_smaller_noise_does(
+    target, delta, q, num_steps, rows, published, monkeypatch
+):
+    tried: list[float] = []
+
+    def counting(parts: Any, *arguments: Any) -> Any:
+        tried.append(parts.sampled[0].noise_multiplier)
+        assert len(tried) <= 30
+        return privacy_loss.privacy_loss(parts, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(accounting, "privacy_loss", counting)
+        try:
+            sigma = calibrate_noise_multiplier(target, delta, q, num_steps, "zero_out", group_size=rows)
+        except ConfigError:  # known after one trial
+            assert len(tried) <= 1
+            sigmas = (0.5, MAX_NOISE_MULTIPLIER)
+            least, most = (epsilon(dp_sgd_event(q, s, num_steps, rows), delta, "zero_out") for s in sigmas)
+            assert most > target or least == accounting.MIN_EPSILON
+            return
+    assert round(sigma * 1e4) / 1e4 == sigma
+    assert published is None or sigma == pytest.approx(published, abs=3e-3)
+    assert epsilon(dp_sgd_event(q, sigma, num_steps, rows), delta, "zero_out") <= target
+    assert epsilon(dp_sgd_event(q, sigma - 1e-3, num_steps, rows), delta, "zero_out") > target
+
+
+@pytest.mark.parametrize(
+    ("target", "delta", "q", "num_steps", "says"),
+    [
+        (1e-9, 1e-9, 0.5, 1000, "not reachable.*Raise epsilon"),
+        (1.0, 0.01, 0.001, 1, "not reachable.*lower epsilon"),
+        *((epsilon, 1e-5, 0.1, 10, "privacy.epsilon") for epsilon in (0.0, -1.0, math.nan, math.inf)),
+        *((1.0, delta, 0.1, 10, "privacy.delta") for delta in (0.0, 1.0)),
+        (1.0, 1e-5, 0.0, 10, "sampling_rate"),
+        (1.0, 1e-5, 0.1, 0, "num_steps"),
+    ],
+)
+def test_impossible_targets_are_refused_with_what_to_change(target, delta, q, num_steps, says):
+    with pytest.raises(ConfigError, match=says):
+        calibrate_noise_multiplier(target, delta, q, num_steps, "zero_out")

@@ -26,8 +26,8 @@ from dpllm.text import prompts
 from dpllm.text.data import load_table
 
 NAME = "alice/notes-synthetic"
-OPEN = {"README.md", "synthetic.json", ROWS, "run/README.md", "run/privacy.json"}
-"""Of a data set without guarantee."""
+UNPROTECTED = {"README.md", "synthetic.json", ROWS, "run/README.md", "run/privacy.json"}
+"""Files of a data set without guarantee."""
 
 
 @pytest.fixture
@@ -42,16 +42,13 @@ def folder(tmp_path: Path) -> Path:
     return make_data_set(run, run.root / "synthetic", columns=["text"], control=[], shares=None)
 
 
-def test_exactly_the_verified_files_arrive(folder: Path, hub: Hub) -> None:
-    done = push.push(folder, NAME)
-    arrived = hub.repositories[f"datasets/{NAME}"].files
-    assert arrived == {name: (folder / name).read_bytes() for name in OPEN} | {".gitattributes": ANY}
-    assert any(line.startswith("canary secrets in the rows") for line in done.unsearched)
-
-
-def test_a_dry_run_contacts_nobody(folder: Path, hub: Hub) -> None:
-    assert {file.path for file in push.push(folder, NAME, dry_run=True).files} == OPEN
+def test_exactly_the_verified_files_arrive_and_a_dry_run_contacts_nobody(folder: Path, hub: Hub) -> None:
+    assert {file.path for file in push.push(folder, NAME, dry_run=True).files} == UNPROTECTED
     assert not hub.asked
+    pushed = push.push(folder, NAME)
+    arrived = hub.repositories[f"datasets/{NAME}"].files
+    assert arrived == {name: (folder / name).read_bytes() for name in UNPROTECTED} | {".gitattributes": ANY}
+    assert any(line.startswith("canary secrets in the rows") for line in pushed.unsearched)
 
 
 def test_what_does_not_verify_is_refused(folder: Path, hub: Hub) -> None:
@@ -87,9 +84,9 @@ NOTE = "Astrid Lindqvist was seen on the {} of May for a fracture of the left wr
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> RunDir:
+def run_on_notes(tmp_path: Path) -> RunDir:
     """A run that trained on such notes, which are not declared public."""
-    run = make_run(tmp_path / "kept")
+    run = make_run(tmp_path / "run")
     tiny.write_rows(tmp_path / "notes.jsonl", [{"prompt": f"Note {n}", "completion": NOTE.format(n)} for n in range(9)])
     data = DataConfig(train=str(tmp_path / "notes.jsonl"))
     prompts.keep_rows(run.rows, data, load_table(data.train, data, "train", tmp_path / "cache"), None)
@@ -102,34 +99,34 @@ def searched(run: RunDir, rows: list[dict[str, str]], *, guarantee: bool = True)
     return list(leaks.in_rows(run, run.root / "rows.jsonl", statement))
 
 
-def test_private_prompts_of_a_data_set_are_refused_and_what_is_covered_is_told(kept: RunDir) -> None:
+def test_private_prompts_of_a_data_set_are_refused_and_what_is_covered_is_told(run_on_notes: RunDir) -> None:
     """Of nine rows one may be repeated by chance, which the guarantee covers; most of them are a copy."""
     rows = [{"prompt": f"Public {n}", "completion": f"Somebody came {n} times."} for n in range(9)]
-    assert searched(kept, rows)[-1].endswith("0 of 9 in prompt, 0 of 9 in completion.")
+    assert searched(run_on_notes, rows)[-1].endswith("0 of 9 in prompt, 0 of 9 in completion.")
     rows[4]["completion"] = NOTE.format(3).upper()
-    assert searched(kept, rows)[-1].endswith("0 of 9 in prompt, 1 of 9 in completion.")
+    assert searched(run_on_notes, rows)[-1].endswith("0 of 9 in prompt, 1 of 9 in completion.")
     for change in ({"prompt": "note  3!"}, {"prompt": NOTE.format(3)}):
         with pytest.raises(Refused, match="1 of 9 in prompt"):
-            searched(kept, [{**rows[0], **change}, *rows[1:]])
+            searched(run_on_notes, [{**rows[0], **change}, *rows[1:]])
     copied = [{"prompt": f"Public {n}", "completion": NOTE.format(n)} for n in range(9)]
-    assert "4 of 9 in completion" in searched(kept, copied[:4] + rows[5:] + rows[:1])[-1]
+    assert "4 of 9 in completion" in searched(run_on_notes, copied[:4] + rows[5:] + rows[:1])[-1]
     with pytest.raises(Refused, match="5 of 9 in completion") as refusal:
-        searched(kept, copied[:5] + rows[5:])
+        searched(run_on_notes, copied[:5] + rows[5:])
     assert "Astrid" not in str(refusal.value)
-    kept.rows.unlink()
-    assert "none was searched for" in searched(kept, rows)[-1]
+    run_on_notes.rows.unlink()
+    assert "none was searched for" in searched(run_on_notes, rows)[-1]
 
 
-def test_rows_without_a_guarantee_are_searched_as_a_card_is(kept: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_guarantee_are_searched_as_cards_are(
+    run_on_notes: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir("/")
-    config = kept.load_config()
-    declared = config.model_copy(
-        update={"data": config.data.model_copy(update={"public": False, "control": [], "format": "auto"})}
-    )
-    monkeypatch.setattr(RunDir, "load_config", lambda run: declared)
-    few = [{"prompt": f"Public {n}", "completion": f"Somebody came {n} times."} for n in range(9)]
-    searched(kept, few, guarantee=False)
-    few[2]["completion"] += " They say that Lindqvist was seen on the 7 of May for a fracture of something."
-    searched(kept, few)
+    config = run_on_notes.load_config()
+    data = config.data.model_copy(update={"public": False, "control": [], "format": "auto"})
+    monkeypatch.setattr(RunDir, "load_config", lambda run: config.model_copy(update={"data": data}))
+    rows = [{"prompt": f"Public {n}", "completion": f"Somebody came {n} times."} for n in range(9)]
+    searched(run_on_notes, rows, guarantee=False)
+    rows[2]["completion"] += " They say that Lindqvist was seen on the 7 of May for a fracture of something."
+    searched(run_on_notes, rows)
     with pytest.raises(Refused, match=r"training text: .* is in rows.jsonl \(row 8\)"):
-        searched(kept, few, guarantee=False)
+        searched(run_on_notes, rows, guarantee=False)

@@ -1,7 +1,5 @@
 """Configurations of LLaMA-Factory, axolotl and TRL as their documentation shows them: each becomes a recipe that parses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -201,9 +199,16 @@ def test_what_cannot_be_a_private_run_is_refused(tmp_path: Path, text: str, chan
         imported(tmp_path, text, **changes)
 
 
-def test_a_chat_template_of_another_file_is_carried_over(tmp_path: Path) -> None:
+def test_templates_held_out_data_and_columns_are_carried_over(tmp_path: Path) -> None:
     assert imported(tmp_path, TRL, chat_template_path="chat.jinja")[1].data.chat_template == "chat.jinja"
     assert imported(tmp_path, AXOLOTL, chat_template_jinja="{{ messages }}")[1].data.chat_template == "{{ messages }}"
+    held_out = [{"path": "org/rows", "type": "alpaca", "split": "test"}]
+    rows = [{"path": "org/rows", "type": "alpaca"}]
+    result, recipe = imported(tmp_path, AXOLOTL, datasets=rows, test_datasets=held_out)
+    assert (recipe.data.eval, recipe.data.train_split, recipe.data.eval_split) == ("org/rows", "train", "test")
+    assert_omitted(result, "datasets.type")
+    assert imported(tmp_path, TRL, dataset_text_field="body")[1].data.columns == {"text": "body"}
+    assert imported(tmp_path, TRL, dataset_text_field="text")[1].data.columns == {}
 
 
 def test_full_fine_tuning_becomes_the_last_blocks(tmp_path: Path) -> None:
@@ -228,16 +233,6 @@ def test_an_adapter_to_go_on_with_is_carried_where_adapters_train(tmp_path: Path
         assert_omitted(result, "adapter_name_or_path")
 
 
-def test_held_out_data_and_columns(tmp_path: Path) -> None:
-    held_out = [{"path": "org/rows", "type": "alpaca", "split": "test"}]
-    rows = [{"path": "org/rows", "type": "alpaca"}]
-    result, recipe = imported(tmp_path, AXOLOTL, datasets=rows, test_datasets=held_out)
-    assert (recipe.data.eval, recipe.data.train_split, recipe.data.eval_split) == ("org/rows", "train", "test")
-    assert_omitted(result, "datasets.type")
-    assert imported(tmp_path, TRL, dataset_text_field="body")[1].data.columns == {"text": "body"}
-    assert imported(tmp_path, TRL, dataset_text_field="text")[1].data.columns == {}
-
-
 def test_the_command_prints_a_recipe_and_reports_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "sft.yaml"
     path.write_text(TRL)
@@ -253,13 +248,10 @@ def test_the_command_prints_a_recipe_and_reports_beside_it(tmp_path: Path, capsy
     assert main(["import-config", str(tmp_path / "absent.yaml")]) == 2
 
 
-def test_a_supervised_loss_and_a_key_switched_off_are_no_such_sign(tmp_path: Path) -> None:
+def test_what_is_no_sign_of_preferences_is_imported_and_several_splits_are_refused(tmp_path: Path) -> None:
     result, _ = imported(tmp_path, TRL, loss_type="chunked_nll", precompute_ref_log_probs=False, beta=None)
     assert_omitted(result, "loss_type", unknown=["my_own_key"])
     imported(tmp_path, AXOLOTL, rl=False)
-
-
-def test_datasets_of_several_splits_are_refused(tmp_path: Path) -> None:
     rows = [{"path": "org/rows", "split": "test"}, {"path": "org/more"}]
     with pytest.raises(ConfigError, match=r"its datasets name several splits.* one data\.train_split"):
         imported(tmp_path, AXOLOTL, datasets=rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -12,7 +13,6 @@ import tiny
 
 from dpllm.errors import ConfigError, DataError
 from dpllm.model.loading import load_tokenizer
-from dpllm.privacy.releases import OPTIONS
 from dpllm.recipe.config import DataConfig, ModelConfig
 from dpllm.releases.asked import Kind, Statistic, columns_of, exact_values, parse
 from dpllm.text import layouts
@@ -37,11 +37,11 @@ def table_of(tmp_path: Path, rows: list[dict[str, Any]], columns: Collection[str
     return load_table(str(path), data, "train", tmp_path, columns)
 
 
-def values(tmp_path: Path, kind: Kind, text: str, rows: list[dict[str, Any]] = ROWS, most: int = 9) -> list[Any]:
-    data = DataConfig(train="rows", unit="who", max_examples_per_unit=most)
-    asked = parse(kind, text, ".5")[0]
-    table = table_of(tmp_path, rows, columns_of(asked))
-    return list(exact_values(asked, group_rows(table, data), table, data, None))
+def values(tmp_path: Path, kind: Kind, text: str, rows: list[dict[str, Any]] = ROWS, limit: int = 9) -> list[Any]:
+    data = DataConfig(train="rows", unit="who", max_examples_per_unit=limit)
+    statistic = parse(kind, text, ".5")[0]
+    table = table_of(tmp_path, rows, columns_of(statistic))
+    return list(exact_values(statistic, group_rows(table, data), table, data, None))
 
 
 @pytest.mark.parametrize(
@@ -59,36 +59,18 @@ def test_what_is_typed_is_what_is_declared(kind: Kind, text: str, expected: Stat
 
 
 def test_each_quantile_is_a_release_of_its_own() -> None:
-    assert [item.name for item in parse("lengths", "8,16", ".5,.99")] == [
-        "quantile 0.5 of token lengths",
-        "quantile 0.99 of token lengths",
-    ]
+    names = [statistic.name for statistic in parse("lengths", "8,16", ".5,.99")]
+    assert names == ["quantile 0.5 of token lengths", "quantile 0.99 of token lengths"]
 
 
 UNDECLARED: dict[Kind, list[str]] = {
     "shares": [
-        *(
-            "label",
-            "label=",
-            "=yes",
-            "label=yes,yes",
-            "label=yes,other",
-            "label=yes,",
-            "label=yes;no",
-            "label=yes;label=no",
-        ),
-        *("label=yes;age=", "label=yes;=old", "label=yes;age=other"),
+        *("label", "label=", "=yes", "label=yes,yes", "label=yes,other", "label=yes,", "label=yes;no"),
+        *("label=yes;label=no", "label=yes;age=", "label=yes;=old", "label=yes;age=other"),
         ";".join(f"column{number}=a,b" for number in range(17)),  # 2^17 combinations
     ],
     "quantiles": [
-        "age",
-        "age=5",
-        "age=120:0",
-        "age=0:inf",
-        "age=3,2,1",
-        "age=0:10:0",
-        "age=0:10:1e3",
-        "age=0:1:1000000000",
+        *("age", "age=5", "age=120:0", "age=0:inf", "age=3,2,1", "age=0:10:0", "age=0:10:1e3", "age=0:1:1000000000")
     ],
     "lengths": ["many", "16"],
 }
@@ -96,13 +78,11 @@ UNDECLARED: dict[Kind, list[str]] = {
 
 @pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in UNDECLARED.items() for text in texts])
 def test_what_is_not_declared_is_refused(kind: Kind, text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(f"--{kind} {text}: values must be declared")):
         parse(kind, text, ".5")
-    assert f"--{kind} {text}: values must be declared" in str(caught.value)
-    assert OPTIONS[kind][1] in str(caught.value)
 
 
-@pytest.mark.parametrize("quantiles", ["0", "1", "half", "", "nan", ".5,2"])
+@pytest.mark.parametrize("quantiles", ["0", "1", "half", ".5,2"])
 def test_quantiles_lie_between_0_and_1(quantiles: str) -> None:
     with pytest.raises(ConfigError, match="lie between 0 and 1"):
         parse("lengths", "8,16", quantiles)
@@ -121,26 +101,22 @@ def test_several_columns_count_together_and_no_value_passes_for_two(tmp_path: Pa
         {"text": "c", "who": "b", "visit": "home;1"},
         {"text": "d", "who": "b", "age": "home;1", "visit": None},
     ]
-    (asked,) = parse("shares", "visit=home,clinic;age=1,2", ".5")
-    assert asked.name == layouts.shares_of(["visit", "age"]) == "shares of visit;age"
+    (statistic,) = parse("shares", "visit=home,clinic;age=1,2", ".5")
+    assert statistic.name == layouts.shares_of(["visit", "age"]) == "shares of visit;age"
     result = values(tmp_path, "shares", "visit=home,clinic;age=1,2", rows)
     assert sorted(result) == [";home;1", "home;", "home;1", "home;1;"]
-    assert [value for value in result if value in asked.values] == ["home;1"]
+    assert [value for value in result if value in statistic.values] == ["home;1"]
 
 
 def test_a_unit_brings_so_many_rows_and_they_depend_on_no_other_unit(tmp_path: Path) -> None:
     """Taking one unit out changes a list of values by that unit's own, at most two here."""
-    asked: list[tuple[Kind, str]] = [
-        ("shares", "label=yes"),
-        ("shares", "label=yes;age=30"),
-        ("quantiles", "age=0:120"),
-    ]
-    for kind, text in [*asked, ("units", "")]:
-        whole = Counter(values(tmp_path, kind, text, most=2))
+    statistics: list[tuple[Kind, str]] = [("shares", "label=yes;age=30"), ("quantiles", "age=0:120"), ("units", "")]
+    for kind, text in statistics:
+        of_all = Counter(values(tmp_path, kind, text, limit=2))
         for unit in "abcd":
-            rest = Counter(values(tmp_path, kind, text, [row for row in ROWS if row["who"] != unit], most=2))
-            assert rest <= whole
-            assert (whole - rest).total() <= (1 if kind == "units" else 2)
+            of_others = Counter(values(tmp_path, kind, text, [row for row in ROWS if row["who"] != unit], limit=2))
+            assert of_others <= of_all
+            assert (of_all - of_others).total() <= (1 if kind == "units" else 2)
 
 
 def test_token_lengths_are_those_of_training_before_they_are_cut(tmp_path: Path) -> None:
@@ -154,11 +130,7 @@ def test_token_lengths_are_those_of_training_before_they_are_cut(tmp_path: Path)
 
 
 def test_a_column_that_no_row_has_is_named(tmp_path: Path) -> None:
-    asked = [
-        *parse("shares", "label=yes;age=1", ".5"),
-        *parse("quantiles", "other=0:1", ".5"),
-        *parse("units", "", ".5"),
-    ]
-    table_of(tmp_path, ROWS, [column for item in asked for column in columns_of(item)])
+    statistics = [*parse("shares", "label=yes;age=1", ".5"), *parse("quantiles", "other=0:1", ".5"), Statistic("units")]
+    table_of(tmp_path, ROWS, [column for statistic in statistics for column in columns_of(statistic)])
     with pytest.raises(DataError, match="no row has a column 'labels'"):
         table_of(tmp_path, ROWS, columns_of(parse("shares", "age=1;labels=yes", ".5")[0]))

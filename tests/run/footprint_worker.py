@@ -5,23 +5,19 @@ Its passes are full of rows of full length, but the last, which has as many rows
 Arguments: a directory with config.json, rows of a pass, tokens of a row, passes, lora or frozen. Prints bytes.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 
-def peak_bytes() -> int:
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+def kept(name: str) -> int:
+    """Bytes, as the kernel counts them: VmRSS now, VmHWM at the peak."""
+    return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
 
 
 def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
+    import tiny_models as tm
     import torch
     import transformers
 
@@ -30,22 +26,15 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
     from dpllm.privacy.noise import GaussianNoise
     from dpllm.privacy.packing import passes_of
     from dpllm.privacy.schedule import TokenSequence, Unit
-    from dpllm.recipe.config import RunConfig
     from dpllm.run.promise import plan_of
 
     torch.manual_seed(0)
     adapter = {"method": "lora", "r": 16} if method == "lora" else {"method": "frozen", "last_blocks": 2}
-    config = RunConfig.model_validate(
-        {
-            "model": {"name_or_path": folder},
-            "adapter": adapter,
-            "data": {"train": "builtin:clinic", "max_length": tokens},
-            "privacy": {"noise_multiplier": 1.0, "epsilon": 1e6},
-            "train": {"batch_size": rows * count, "tokens_per_pass": rows * tokens + 1, "steps": 1},
-            "output_dir": "unused",
-        }
-    )
-    before = current_bytes()
+    train = {"batch_size": rows * count, "tokens_per_pass": rows * tokens + 1, "steps": 1}
+    privacy = {"noise_multiplier": 1.0, "epsilon": 1e6}
+    model = {"name_or_path": folder}
+    config = tm.recipe(model=model, adapter=adapter, data={"max_length": tokens}, privacy=privacy, train=train)
+    before = kept("VmRSS")
     base = transformers.AutoConfig.from_pretrained(folder)
     net: Any = transformers.AutoModelForCausalLM.from_config(base, dtype=torch.float32)
     net.requires_grad_(False)
@@ -67,13 +56,9 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
     passes = [some for units in (long, many) for some in passes_of(range(len(units)), units, packing, 0)]
     assert [some.num_units for some in passes] == [*[rows] * count, packing.most_units]
     engine.step(passes)
-    reset_peak()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     engine.step(passes)
-    return peak_bytes() - before
-
-
-def current_bytes() -> int:
-    return 1024 * int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+    return kept("VmHWM") - before
 
 
 if __name__ == "__main__":

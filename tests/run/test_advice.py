@@ -3,8 +3,6 @@
 Noise per unit of signal is what a simulation shows, and the suggested batch is within 10% of the best with the most steps.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from contextlib import nullcontext
@@ -63,29 +61,6 @@ def test_many_canaries_of_text_cost_noise_and_gradient_canaries_are_none_of_them
     assert any("3790 of the N = 7580 slots (50%)" in text for text in advice(with_canaries(**many)))
 
 
-def test_a_weak_epsilon() -> None:
-    config = recipe({"epsilon": 10.0, "noise_multiplier": 0.505}, batch_size=64)
-    assert plan_of(config, 3790).epsilon < 10
-    assert not any("is weak" in text for text in advice(config))
-    config = recipe({"epsilon": 30.0, "noise_multiplier": 0.505}, steps=400)
-    assert plan_of(config, 3790).epsilon > 10
-    assert any("is weak" in text and "--privacy.epsilon 8" in text for text in advice(config))
-
-
-def test_hardly_any_noise() -> None:
-    text = only(advice(recipe({"noise_multiplier": 0.499}, batch_size=64, steps=50)))
-    assert "noise multiplier 0.499" in text
-    assert "--train.batch_size 128" in text
-    assert advice(recipe({"noise_multiplier": 0.5}, batch_size=64, steps=50)) == []
-
-
-def test_a_delta_near_to_one_over_n() -> None:
-    assert advice(recipe({"delta": 0.1 / 4000}), 4000) == []
-    text = only(advice(recipe({"delta": 0.2 / 4000}), 4000))
-    assert "0.2 times 1/N" in text
-    assert "auto (here 2e-05)" in text
-
-
 def signal(plan: Plan) -> float:
     return noise_per_signal(plan.noise_multiplier, plan.schedule)
 
@@ -110,9 +85,6 @@ def test_a_batch_too_small_for_its_noise_and_the_advice_mends_it(data: dict[str,
     best = signal(planned(512, 50)[1])
     assert signal(better) <= 1.02 * NEAR_BEST * best
     assert signal(planned(size // 2, 2 * steps)[1]) > 0.98 * NEAR_BEST * best
-
-
-# --- noise per unit of signal ------------------------------------------------------------------------------------------
 
 
 def test_noise_per_signal_is_the_ratio_in_the_sum_of_all_updates(seed: int) -> None:
@@ -153,9 +125,23 @@ def test_a_learning_rate_that_diverges_is_named_and_one_that_replaces_every_weig
     config = recipe(**train)
     plan = plan_of(config, 1000)
     assert any("diverge" in text and "--train.learning_rate" in text for text in advise(config, plan)) == named
-    with (
-        pytest.raises(ConfigError, match=r"train\.learning_rate .* epsilon would be spent and nothing learned")
-        if refused
-        else nullcontext()
-    ):
+    refusal = pytest.raises(ConfigError, match=r"train\.learning_rate .* epsilon would be spent and nothing learned")
+    with refusal if refused else nullcontext():
         check_learning_rate(config, plan)
+
+
+def test_a_weak_epsilon_hardly_any_noise_and_a_delta_near_to_one_over_n() -> None:
+    config = recipe({"epsilon": 10.0, "noise_multiplier": 0.505}, batch_size=64)
+    assert plan_of(config, 3790).epsilon < 10
+    assert not any("is weak" in text for text in advice(config))
+    config = recipe({"epsilon": 30.0, "noise_multiplier": 0.505}, steps=400)
+    assert plan_of(config, 3790).epsilon > 10
+    assert any("is weak" in text and "--privacy.epsilon 8" in text for text in advice(config))
+    text = only(advice(recipe({"noise_multiplier": 0.499}, batch_size=64, steps=50)))
+    assert "noise multiplier 0.499" in text
+    assert "--train.batch_size 128" in text
+    assert advice(recipe({"noise_multiplier": 0.5}, batch_size=64, steps=50)) == []
+    assert advice(recipe({"delta": 0.1 / 4000}), 4000) == []
+    text = only(advice(recipe({"delta": 0.2 / 4000}), 4000))
+    assert "0.2 times 1/N" in text
+    assert "auto (here 2e-05)" in text

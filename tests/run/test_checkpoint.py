@@ -1,14 +1,16 @@
-"""A checkpoint is whole or refused, the one before it is kept, and neither holds randomness."""
-
-from __future__ import annotations
+"""A checkpoint is whole or refused, the one before it is kept, neither holds randomness; nor do released projections get lost."""
 
 import hashlib
+import io
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -21,6 +23,7 @@ from dpllm.files import read_json
 from dpllm.run import checkpoint
 from dpllm.run.checkpoint import State, load_resume, newest, save_resume, weight_hashes
 from dpllm.run.directory import RunDir
+from dpllm.run.projections import KeptGroups, Projections, read_projections, read_weights
 
 HEAD = {"hash": "ab" * 32, "count": 3}
 FILES = ["optimizer.pt", "state.json", "trainable.safetensors"]
@@ -57,9 +60,8 @@ def weights(net: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def is_of(net: nn.Module, seed: int) -> bool:
-    return all(
-        torch.equal(value, net.state_dict()[n]) for n, value in pair(seed)[0].state_dict().items() if n != "a.bias"
-    )
+    state, expected = net.state_dict(), pair(seed)[0].state_dict()
+    return all(torch.equal(value, state[name]) for name, value in expected.items() if name != "a.bias")
 
 
 def test_what_is_saved_comes_back(run: RunDir) -> None:
@@ -73,14 +75,6 @@ def test_what_is_saved_comes_back(run: RunDir) -> None:
         assert torch.equal(old, new) == (name != "a.bias")
     assert torch.equal(net["a"].bias, frozen)
     assert repr(optimizer.state_dict()) == repr(moments.state_dict())
-
-
-# --- damage ----------------------------------------------------------------------------------------------------------
-
-
-def test_lost_steps_are_kept(run: RunDir) -> None:
-    save(run, 1, 8, lost=2)
-    assert newest(run)[1].lost == 2
 
 
 def damage(path: Path, how: str) -> None:
@@ -137,17 +131,11 @@ def test_a_state_that_is_no_state_is_damaged(run: RunDir, text: str) -> None:
         load_resume(run, *pair(2))
 
 
-def test_a_checkpoint_of_other_layers_is_refused(run: RunDir) -> None:
+def test_without_a_checkpoint_or_with_one_of_other_layers_there_is_nothing_to_load(run: RunDir, tmp_path: Path) -> None:
     with pytest.raises(Refused, match="trains other layers than the recipe"):
         load_resume(run, *pair(2, names=("a", "c")))
-
-
-def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         load_resume(RunDir(tmp_path), *pair(2))
-
-
-# --- what lies on the disk -------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_holds_no_seed_and_no_generator_state(run: RunDir) -> None:
@@ -161,11 +149,11 @@ def test_a_checkpoint_holds_no_seed_and_no_generator_state(run: RunDir) -> None:
 
 
 def test_two_generations_are_kept(run: RunDir) -> None:
-    save(run, 4, 9, entry=None, head=None)
+    save(run, 4, 9, entry=None, head=None, lost=2)
     assert [path.name for path in run.checkpoints()] == ["step-00000009", "step-00000007"]
     assert sorted(path.name for path in run.resume.iterdir()) == ["step-00000007", "step-00000009"]
     assert [path.name for path in run.private.iterdir()] == ["resume"]
-    assert newest(run)[1].step == 9
+    assert (newest(run)[1].step, newest(run)[1].lost) == (9, 2)
 
 
 def test_the_generation_that_is_kept_is_an_intact_one(run: RunDir) -> None:
@@ -215,9 +203,7 @@ def test_a_save_that_dies_anywhere_leaves_the_former_checkpoint(run: RunDir, mon
         for survived in range(9):
             seen: list[int] = []
 
-            def fail(
-                *arguments: Any, real: Any = real, seen: list[int] = seen, most: int = survived, **more: Any
-            ) -> Any:
+            def fail(*arguments: Any, real: Any = real, seen: Any = seen, most: int = survived, **more: Any) -> Any:
                 seen.append(1)
                 if len(seen) > most:
                     raise KeyboardInterrupt
@@ -241,9 +227,7 @@ def test_a_save_that_dies_anywhere_leaves_the_former_checkpoint(run: RunDir, mon
     assert died == 9  # one weight file, one of moments, five flushes, one rename, one removal
 
 
-def test_everything_is_flushed_before_it_has_its_name_and_the_name_after(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_flushed_before_it_has_its_name_and_the_name_after(run: RunDir, monkeypatch: Any) -> None:
     happened: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -270,3 +254,66 @@ def test_weight_hashes_are_of_the_weight_files_and_the_settings_that_apply_them(
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in ((1, b"weights"), (2, b"{}"))}
     assert weight_hashes(tmp_path) == {"model.safetensors": digests[1], "config.json": digests[2]}
+
+
+def test_steps_are_kept_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "gradient_canaries.npy"
+    first = Projections(path, 5, 4)
+    first.write(1, np.arange(4.0))
+    first.write(2, np.arange(4.0) + 1)
+    resumed = Projections(path, 5, 4)
+    resumed.write(4, np.arange(4.0) + 2)
+    projection_TM = read_projections(path)
+    assert projection_TM.shape == (5, 4)
+    np.testing.assert_array_equal(projection_TM[[0, 1, 3]], [[0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]])
+    assert np.isnan(projection_TM[[2, 4]]).all()
+
+
+def npy(values: np.ndarray) -> bytes:
+    content = io.BytesIO()
+    np.save(content, values)
+    return content.getvalue()
+
+
+def go_on(path: Path) -> Projections:
+    return Projections(path, 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("read", "content"),
+    [
+        pytest.param(read_projections, None, id="steps: missing"),
+        pytest.param(read_projections, b"", id="steps: empty"),
+        pytest.param(read_projections, b"no array", id="steps: no array"),
+        pytest.param(go_on, b"abc", id="go_on: no array"),  # such a row would fail after its step was charged
+        pytest.param(go_on, npy(np.zeros((5, 3), np.float32)), id="go_on: fewer canaries"),
+        pytest.param(go_on, npy(np.zeros((4, 4), np.float32)), id="go_on: fewer steps"),
+        pytest.param(go_on, npy(np.zeros(4, np.float32)), id="go_on: one dimension"),
+        pytest.param(go_on, npy(np.zeros((5, 4))), id="go_on: float64"),
+        pytest.param(read_weights, npy(np.full((2, 4), np.nan)), id="weights: nan"),
+        pytest.param(read_weights, npy(np.zeros((2, 4), np.float32)), id="weights: float32"),
+        pytest.param(read_weights, npy(np.zeros((3, 4))), id="weights: three rows"),
+    ],
+)
+def test_a_missing_damaged_or_foreign_file_is_refused(tmp_path: Path, read: Any, content: bytes | None) -> None:
+    path = tmp_path / "canaries.npy"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"canaries\.npy: .*missing or damaged"):
+        read(path)
+
+
+def test_turns_are_read_without_torch(tmp_path: Path) -> None:
+    """``dpllm verify`` does, of a run with banded noise."""
+    path = tmp_path / "groups.json"
+    KeptGroups(3, 2**200 + 1, 50, (0, 7)).write(path)
+    code = """
+import sys
+from pathlib import Path
+from dpllm.run.projections import read_turns
+turns = read_turns(Path(sys.argv[1]), (0.8, 0.4, 0.2), 40)
+assert len(turns.group_M) == 40 and set(turns.group_M) == {0, 1, 2} and turns.starts == (0, 7)
+assert "torch" not in sys.modules
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, env=env)

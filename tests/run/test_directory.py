@@ -1,10 +1,9 @@
-"""A run directory: atomic JSON, a private part, and a clear() that takes only what a run wrote."""
-
-from __future__ import annotations
+"""A run directory: atomic JSON, a private part, and a clear() that takes only what a run wrote; the deadline of a step."""
 
 import json
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, write_json
 from dpllm.run.directory import Run, RunDir
+from dpllm.run.failures import StepDeadline
 from dpllm.statement.run_files import RunRecord
 
 
@@ -108,9 +108,6 @@ def test_what_a_run_without_privacy_measured_stays_private(tmp_path: Path) -> No
     assert run.audit_dir(False).is_relative_to(run.private)
     for path in (run.canaries, run.resume, run.metrics):
         assert path.is_relative_to(run.private)
-
-
-def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         RunDir(tmp_path).load_config()
 
@@ -129,3 +126,14 @@ def test_a_run_says_what_it_guarantees_and_nothing_where_it_guarantees_nothing(t
     config = cards.baseline()
     baseline = ended(guarantee={"holds": False, "reason": "no privacy"})
     assert (baseline.epsilon, baseline.delta, baseline.status) == (None, None, "completed")
+
+
+def test_a_step_has_its_time_and_what_lies_between_has_as_much_as_it_wants() -> None:
+    watch = StepDeadline(0.02)
+    assert watch.overdue() is None
+    watch.step(3)
+    assert watch.overdue() is None
+    time.sleep(0.05)
+    assert watch.overdue() == "step 3"
+    watch.rest()
+    assert watch.overdue() is None

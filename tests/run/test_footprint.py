@@ -1,7 +1,5 @@
 """A footprint counts the model that would train, from its configuration alone, and is not far from what a run needs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import tiny_models as tm
 import torch
 from programs import run_program
 from torch import nn
+from transformers import GPT2Config, LlamaConfig
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import adapters, loading, memory
@@ -52,14 +51,11 @@ def test_what_trains_is_what_would_train(family: str, adapter: dict[str, Any], t
     assert list(estimate.kinds) == adapters.trainable_table(real)
     assert estimate.total == sum(parameter.numel() for parameter in real.parameters())
     assert estimate.trainable == sum(parameter.numel() for parameter in real.parameters() if parameter.requires_grad)
-    assert estimate.memory is not None
     assert estimate.memory.trainable == 4 * estimate.trainable
     assert estimate.memory.weights == 4 * (estimate.total - estimate.trainable)
 
 
-def test_attention_that_cannot_keep_rows_apart_is_planned_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_that_cannot_keep_rows_apart_is_planned_one_by_one(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(attention, "HARMLESS", frozenset())
     seen = footprint(recipe(only_config(tmp_path / "config")))
     assert seen.packing.alone
@@ -76,16 +72,8 @@ def test_auto_would_train_what_it_trains(family: str, tmp_path: Path) -> None:
 
 
 def test_a_large_model_takes_no_memory(tmp_path: Path) -> None:
-    shape = {
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128_256,
-    }
-    from transformers import LlamaConfig
-
+    shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256}
+    shape |= {"hidden_size": 4096, "intermediate_size": 14_336}
     LlamaConfig(**shape, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     net = skeleton(recipe(tmp_path), torch.float32)
     assert all(parameter.is_meta for parameter in net.parameters())
@@ -94,16 +82,9 @@ def test_a_large_model_takes_no_memory(tmp_path: Path) -> None:
 
 def test_memory_grows_with_what_it_is_made_of(tmp_path: Path) -> None:
     only_config(tmp_path)
-    one, wide, long, twice, sgd = (
-        footprint(recipe(tmp_path, **changes))
-        for changes in (
-            {},
-            {"train__tokens_per_pass": 256},
-            {"data__max_length": 64, "train__tokens_per_pass": 256},
-            {"train__batch_size": 40},
-            {"train__optimizer": "sgd"},
-        )
-    )
+    tokens, optimizer = {"train__tokens_per_pass": 256}, {"train__optimizer": "sgd"}
+    variants = ({}, tokens, {**tokens, "data__max_length": 64}, {"train__batch_size": 40}, optimizer)
+    one, wide, long, twice, sgd = (footprint(recipe(tmp_path, **changes)) for changes in variants)
     assert wide.memory.activations == pytest.approx(2 * one.memory.activations, rel=0.01)
     assert long.memory.activations > 1.9 * one.memory.activations
     assert one.memory.unit_gradients == 4 * one.packing.most_units * one.trainable
@@ -129,10 +110,8 @@ def test_a_gpu_is_planned_for_from_elsewhere(tmp_path: Path) -> None:
     a100, h100 = (footprint(config, gpu=gpu) for gpu in ("a100", "h100"))
     assert h100 == a100
     assert h100.packing.tokens % memory.ELSEWHERE.block == 0
-    kept = [
-        footprint(recipe(tmp_path, train__precision=name), gpu="h100").memory.activations
-        for name in ("auto", "bf16", "fp32")
-    ]
+    precisions = [recipe(tmp_path, train__precision=name) for name in ("auto", "bf16", "fp32")]
+    kept = [footprint(config, gpu="h100").memory.activations for config in precisions]
     assert kept[0] == kept[1] < kept[2]
     with pytest.raises(ConfigError, match="Type one of a100, h100"):
         footprint(config, gpu="tpu")
@@ -182,9 +161,6 @@ def test_a_model_that_is_not_there_is_a_wrong_recipe(name: str, message: str) ->
         footprint(recipe(name))
 
 
-# --- the tally -------------------------------------------------------------------------------------------------------
-
-
 def test_the_tally_holds_gradients_alone_after_a_backward_pass() -> None:
     with torch.device("meta"):
         layers = nn.Sequential(nn.Linear(30, 50), nn.Linear(50, 20, bias=False))
@@ -224,13 +200,8 @@ def test_attention_holds_what_a_fused_kernel_holds() -> None:
     assert nn.functional.scaled_dot_product_attention is before
 
 
-# --- against real steps ----------------------------------------------------------------------------------------------
-
-MALLOC = {
-    "MALLOC_MMAP_MAX_": "65536",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MALLOC_ARENA_MAX": "1",
+MALLOC = {f"MALLOC_{name}_": "65536" for name in ("MMAP_MAX", "MMAP_THRESHOLD", "TRIM_THRESHOLD")} | {
+    "MALLOC_ARENA_MAX": "1"
 }
 CASES = {
     "builtin tiny": ("builtin:tiny", 32, 128),
@@ -244,8 +215,6 @@ CASES = {
 @pytest.mark.parametrize("method", ["lora", "frozen"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_estimate_of_memory_is_near_that_of_a_real_step(name: str, method: str, tmp_path: Path) -> None:
-    from transformers import GPT2Config, LlamaConfig
-
     source, rows, tokens = CASES[name]
     if source == "llama":
         LlamaConfig(

@@ -1,7 +1,5 @@
 """A loop of one's own has the guarantee of a recipe, or is refused before anything is spent."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
@@ -28,19 +26,23 @@ N, LENGTH, STEPS = 12, 16, 3
 
 
 def units() -> list[dpllm.Unit]:
-    made = []
-    for number in range(N):
-        ids = tuple(3 + (number + place) % 20 for place in range(6 + number % 5))
-        made.append(dpllm.Unit((dpllm.TokenSequence(ids, (False, *[True] * (len(ids) - 1)), len(ids) - 1),)))
-    return made
+    lengths = [6 + number % 5 for number in range(N)]
+    return [
+        row(tuple(3 + (number + place) % 20 for place in range(length)), (False, *[True] * (length - 1)), length - 1)
+        for number, length in enumerate(lengths)
+    ]
+
+
+def last_block_trains(path: Path, **changes: Any) -> nn.Module:
+    base = transformers.AutoModelForCausalLM.from_pretrained(tiny.save_model(path, "gpt2", **changes))
+    for name, parameter in base.named_parameters():
+        parameter.requires_grad = ".h.1." in name
+    return base
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> nn.Module:
-    base = transformers.AutoModelForCausalLM.from_pretrained(tiny.save_model(tmp_path / "base", "gpt2"))
-    for name, parameter in base.named_parameters():
-        parameter.requires_grad = ".h.1." in name
-    return base
+    return last_block_trains(tmp_path / "base")
 
 
 @pytest.fixture
@@ -67,6 +69,8 @@ def engine(model: nn.Module, ledger: dpllm.Ledger, kind: Any = torch.optim.SGD, 
 def test_every_step_is_charged_and_the_whole_run_reserved_before(model: nn.Module, ledger: dpllm.Ledger) -> None:
     before = [p.detach().clone() for p in model.parameters()]
     with engine(model, ledger) as made:
+        with pytest.raises(Refused):
+            made._optimizer.step()
         assert ledger.run(made.entry).steps == 0
         assert ledger.spent("letters", made.plan.delta) == pytest.approx(made.plan.epsilon, abs=1e-6)
         for step in range(STEPS):
@@ -102,11 +106,6 @@ def test_a_loop_that_ends_early_keeps_its_reservation(model: nn.Module, ledger: 
     assert ledger.spent("letters", made.plan.delta) == pytest.approx(made.plan.epsilon, abs=1e-6)
 
 
-def test_an_own_step_of_the_optimizer_is_refused(model: nn.Module, ledger: dpllm.Ledger) -> None:
-    with engine(model, ledger) as made, pytest.raises(Refused):
-        made._optimizer.step()
-
-
 def test_what_cannot_hold_is_refused_before_anything_is_spent(model: nn.Module, ledger: dpllm.Ledger) -> None:
     for wrong, message in (
         (units()[1:], "but the Plan is for"),
@@ -139,11 +138,7 @@ def test_what_cannot_hold_is_refused_before_anything_is_spent(model: nn.Module, 
 
 def test_rows_count_no_more_positions_than_the_model_has(tmp_path: Path, ledger: dpllm.Ledger) -> None:
     """A step would fail once it was charged: padding counts to max_length, and the self-check follows the model."""
-    short = transformers.AutoModelForCausalLM.from_pretrained(
-        tiny.save_model(tmp_path / "short", "gpt2", max_position_embeddings=24)
-    )
-    for name, parameter in short.named_parameters():
-        parameter.requires_grad = ".h.1." in name
+    short = last_block_trains(tmp_path / "short", max_position_embeddings=24)
     with engine(short, ledger, max_length=128) as one:
         for _ in range(STEPS):
             one.step()
@@ -152,21 +147,18 @@ def test_rows_count_no_more_positions_than_the_model_has(tmp_path: Path, ledger:
         engine(short, ledger, max_length=128, units=long)
 
 
+OTHER_PLANS = {"noise_multiplier": 0.01, "sampling_rate": 1.0, "delta": 0.5, "target_epsilon": 1.0}
+
+
 @pytest.mark.parametrize(
-    "changed",
-    [
-        lambda plan: plan.model_copy(update={"noise_multiplier": 0.01}),
-        lambda plan: plan.model_copy(update={"sampling_rate": 1.0}),
-        lambda plan: plan.model_copy(update={"delta": 0.5}),
-        lambda plan: plan.model_copy(update={"sampling": "example"}),
-        lambda plan: plan.model_copy(update={"target_epsilon": 1.0}),
-        lambda plan: plan.model_copy(update={"coefficients": (0.9, 0.1)}),
-    ],
+    ("key", "value"), [*OTHER_PLANS.items(), ("sampling", "example"), ("coefficients", (0.9, 0.1))]
 )
-def test_a_plan_that_promise_did_not_make_is_refused(model: nn.Module, ledger: dpllm.Ledger, changed: Any) -> None:
+def test_a_plan_that_promise_did_not_make_is_refused(
+    model: nn.Module, ledger: dpllm.Ledger, key: str, value: Any
+) -> None:
     """What is charged must be what runs."""
     with pytest.raises(Refused, match="was not made by dpllm"):
-        engine(model, ledger, plan=changed(planned()))
+        engine(model, ledger, plan=planned().model_copy(update={key: value}))
     assert not ledger.account("letters").runs
 
 
@@ -392,13 +384,8 @@ def test_tokens_of_a_pass_are_a_whole_number(model: nn.Module, ledger: dpllm.Led
 
 
 def test_arguments_of_another_kind_are_one_line(model: nn.Module, ledger: dpllm.Ledger) -> None:
-    wrong: list[Any] = [
-        lambda: dpllm.train("file.yaml"),
-        lambda: dpllm.plan(3),
-        lambda: dpllm.load_recipe(["data"]),
-    ]  # type: ignore[arg-type]
-    wrong += [lambda: engine(model, None), lambda: engine(model, ledger, plan="file.yaml")]  # type: ignore[arg-type]
-    for call in wrong:
+    wrong = [lambda: dpllm.train("file.yaml"), lambda: dpllm.plan(3), lambda: dpllm.load_recipe(["data"])]
+    for call in (*wrong, lambda: engine(model, None), lambda: engine(model, ledger, plan="file.yaml")):
         with pytest.raises(ConfigError) as refusal:
             call()
         assert len(str(refusal.value).splitlines()) == 1

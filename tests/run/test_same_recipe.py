@@ -1,7 +1,5 @@
 """A resumed run is the run that was interrupted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +31,9 @@ def resumed(run: RunDir, **changes: Any) -> None:
     same_recipe(load_config(RECIPE, overrides | {key.replace("__", "."): value for key, value in changes.items()}), run)
 
 
-def test_the_same_recipe_resumes(interrupted: RunDir) -> None:
-    resumed(interrupted)
-
-
 @pytest.mark.parametrize("key", ["train__tokens_per_pass", "train__eval_every", "train__checkpoint_every"])
-def test_speed_may_change(interrupted: RunDir, key: str) -> None:
+def test_the_same_recipe_resumes_and_speed_may_change(interrupted: RunDir, key: str) -> None:
+    resumed(interrupted)
     resumed(interrupted, **{key: 7})
 
 

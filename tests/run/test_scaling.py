@@ -1,7 +1,5 @@
 """The page on several GPUs says what its script computes, and the script counts what the planner counts on real models."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
@@ -114,25 +112,21 @@ def test_the_models_have_their_published_sizes(name: str, billions: float) -> No
     assert scaling.SHAPES[name].parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_constants_that_the_engine_has_too_are_its_own() -> None:
+def test_the_page_shows_the_first_table_of_the_script_whose_constants_are_the_engines() -> None:
     assert 6 * loss.CHUNK["cuda"] == scaling.CHUNK
+    page = (ROOT / "docs" / "howto" / "several-gpus.md").read_text(encoding="utf-8")
+    assert scaling.tables().split("\n\n")[0] in page
 
 
 def test_rows_that_fit_fit_and_one_more_does_not() -> None:
     for shape in scaling.SHAPES.values():
         for shards in (1, 8):
             rows = scaling.rows_that_fit(shape, 512, checkpointing=True, shards=shards)
-            sizes = [
-                sum(scaling.memory(shape, 512, r, checkpointing=True, shards=shards).values()) for r in (rows, rows + 1)
-            ]
+            counts = (scaling.memory(shape, 512, r, checkpointing=True, shards=shards) for r in (rows, rows + 1))
+            sizes = [sum(count.values()) for count in counts]
             limit = scaling.GPU_MEMORY * scaling.MEMORY_SHARE
             assert sizes[1] > limit
             assert sizes[0] <= limit or rows == 0
-
-
-def test_the_page_shows_the_first_table_that_the_script_prints() -> None:
-    page = (ROOT / "docs" / "howto" / "several-gpus.md").read_text(encoding="utf-8")
-    assert scaling.tables().split("\n\n")[0] in page
 
 
 def test_the_page_compares_with_the_steps_that_were_measured() -> None:
@@ -149,12 +143,16 @@ def run(script: str, *arguments: str) -> None:
     run_program(ROOT / "scripts" / script, "--shape", "tiny", *arguments)
 
 
+def measured(folder: Path, *arguments: str) -> Any:
+    file = folder / "step.json"
+    case = ["--methods", "lora", "--lengths", "16", "--checkpointing", "off", "--variants", "dpllm", "--no-memory"]
+    run("bench_step.py", *case, *arguments, "--device", "cpu", "--output", str(file))
+    return json.loads(file.read_text())
+
+
 @pytest.mark.full
 def test_a_measured_step_comes_with_tokens_per_second_and_its_physical_limit(tmp_path: Path) -> None:
-    file = tmp_path / "step.json"
-    case = ["--methods", "lora", "--lengths", "16", "--checkpointing", "off", "--variants", "dpllm", "--no-memory"]
-    run("bench_step.py", *case, "--repetitions", "2", "--device", "cpu", "--output", str(file))
-    report = json.loads(file.read_text())
+    report = measured(tmp_path, "--repetitions", "2")
     (result,) = report["results"]
     tokens = result["rows"] * result["length"] * report["settings"]["physical_batches"]
     shape = scaling.Shape(2, 32, 48, 2, 2, 64)
@@ -168,10 +166,7 @@ def test_a_measured_step_comes_with_tokens_per_second_and_its_physical_limit(tmp
 
 @pytest.mark.full
 def test_a_step_that_is_out_of_time_is_measured_once(tmp_path: Path) -> None:
-    file = tmp_path / "step.json"
-    case = ["--methods", "lora", "--lengths", "16", "--checkpointing", "off", "--variants", "dpllm", "--no-memory"]
-    run("bench_step.py", *case, "--repetitions", "5", "--limit", "0", "--device", "cpu", "--output", str(file))
-    (result,) = json.loads(file.read_text())["results"]
+    (result,) = measured(tmp_path, "--repetitions", "5", "--limit", "0")["results"]
     assert [len(values["time_s"]) for values in result["variants"].values()] == [1, 1]
 
 

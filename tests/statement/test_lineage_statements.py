@@ -1,13 +1,12 @@
 """What a run owes to the model that it starts from: composition, refusals, exceptions, ancestors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models as tm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,20 +25,12 @@ from dpllm.statement.privacy_record import Ancestor, ComposedLineage, Lineage
 
 Json = dict[str, Any]
 DELTA = 1e-4
-TERMS = {"unit": "example", "relation": "zero_out"}
 
 
 def recipe(**sections: Json) -> RunConfig:
-    value: Json = {
-        "model": {"name_or_path": "models/parent"},
-        "data": {"train": "notes.jsonl"},
-        "privacy": {"noise_multiplier": 1.0, "epsilon": 50.0, "delta": DELTA, "dataset": "notes"},
-        "train": {"steps": 20, "batch_size": 10},
-        "output_dir": "run",
-    }
-    for name, section in sections.items():
-        value[name] = {**value.get(name, {}), **section}
-    return RunConfig.model_validate(value)
+    promised = {"noise_multiplier": 1.0, "epsilon": 50.0, "delta": DELTA, "dataset": "notes"}
+    steps = {"steps": 20, **sections.pop("train", {})}
+    return tm.recipe(privacy={**promised, **sections.pop("privacy", {})}, train=steps, **sections)
 
 
 @cache
@@ -49,20 +40,10 @@ def plan(sigma: float = 1.0, steps: int = 20) -> Plan:
 
 def statement(**changes: Any) -> Ancestor:
     made = plan()
-    values = {
-        "name": "parent",
-        "guarantee": True,
-        "epsilon": made.epsilon,
-        "delta": DELTA,
-        "unit": made.unit,
-        "neighbouring_relation": made.neighbouring_relation,
-        "event": made.event,
-        "dataset": "notes",
-        "entry": "aa" * 8,
-        "files_digest": "0c" * 32,
-        **changes,
-    }
-    return Ancestor.pick(values)
+    terms = {"epsilon": made.epsilon, "delta": DELTA, "event": made.event, "unit": made.unit}
+    origin = {"name": "parent", "dataset": "notes", "entry": "aa" * 8, "files_digest": "0c" * 32}
+    relation = {"neighbouring_relation": made.neighbouring_relation}
+    return Ancestor.pick({"guarantee": True, **terms, **relation, **origin, **changes})
 
 
 def unprotected(**changes: Any) -> Ancestor:
@@ -77,7 +58,6 @@ def base(*before: Ancestor, **changes: Any) -> Base:
 def settle(parent: Base | None, config: RunConfig | None = None, **changes: Any) -> Lineage:
     terms: Json = {"dataset": "notes", "derived_from": None, "book": None, "plan": plan(), **changes}
     result = lineage.compose_with_base(parent, config or recipe(), **terms)
-    assert result is not None
     assert Lineage.pick(result.to_json()) == result
     return result
 
@@ -88,15 +68,9 @@ def book(tmp_path: Path) -> Iterator[Ledger]:
         yield made
 
 
-def reserve(book: Ledger, dataset: str = "notes") -> str:
-    made = plan()
-    claim = reserve_all(
-        book, dataset, [RunRequest(event=made.event, delta=DELTA, num_steps=20, run="parent", **TERMS)]
-    )[0]
-    return claim.entry
-
-
-# Composition
+def reserve(book: Ledger) -> str:
+    asked = RunRequest(event=plan().event, delta=DELTA, num_steps=20, run="parent", unit="example", relation="zero_out")
+    return reserve_all(book, "notes", [asked])[0].entry
 
 
 def test_without_a_block_there_is_no_lineage() -> None:
@@ -160,9 +134,6 @@ def test_what_cannot_be_composed_says_why(reason: str) -> None:
     assert reason in record.reason
 
 
-# A base without a guarantee
-
-
 def test_a_base_without_a_guarantee_on_other_data_is_named_and_taints_nothing_else() -> None:
     record = settle(Base(unprotected(dataset="letters"), ()))
     assert lineage.why_not(record) is None
@@ -179,12 +150,8 @@ def test_no_guarantee_for_data_that_an_unprotected_base_was_trained_on(place: st
     assert record.composed is None
     assert "no guarantee" in record.reason
     why = lineage.why_not(record)
-    assert why is not None
     assert "leaky" in why
     assert "without a guarantee" in why
-
-
-# The ledger
 
 
 def test_without_privacy_nothing_is_promised_together() -> None:
@@ -194,23 +161,16 @@ def test_without_privacy_nothing_is_promised_together() -> None:
     assert "this run gives no guarantee" in record.reason
 
 
-def test_it_does_not_matter_which_ledger_holds_the_runs_before(book: Ledger, tmp_path: Path) -> None:
+def test_derived_data_are_their_parents_whichever_ledger_holds_the_runs_before(book: Ledger, tmp_path: Path) -> None:
     parent = base(entry=reserve(book))
     with Ledger(tmp_path / "other.sqlite") as other:
         result = [settle(parent, book=where) for where in (book, other, None)]
     assert result[0].composed is not None
     assert result[0] == result[1] == result[2]
-
-
-def test_derived_data_are_their_parents(book: Ledger) -> None:
-    entry = reserve(book)
-    record = settle(base(entry=entry), dataset="notes-2027", derived_from="notes", book=book)
+    record = settle(base(entry=reserve(book)), dataset="notes-2027", derived_from="notes", book=book)
     assert record.dataset == "notes"
     assert record.composed
     assert settle(base(), dataset="notes-2027", derived_from="notes").same_dataset
-
-
-# What is no model
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The marked parts of a card: a function of the privacy block alone, and read back as they were written."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

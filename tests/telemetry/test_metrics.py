@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import shutil
 import socket
 import stat
 import time
@@ -15,10 +17,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_stores import Place, budget, reserve
-from metrics_text import Series, free_port, promtool_is_silent, scrape, series, telemetry_config
+from metrics_text import Series, free_port, promtool, promtool_is_silent, scrape, series, telemetry_config
 from tiny_models import recipe
 
 from dpllm.cli import main
@@ -29,7 +32,7 @@ from dpllm.run.directory import RunDir
 from dpllm.run.promise import plan_of
 from dpllm.telemetry import metrics
 from dpllm.telemetry.live import EpsilonSpent, Telemetry, publish_audit
-from dpllm.telemetry.metrics import ShownRun, exposition, ledger_families, run_families
+from dpllm.telemetry.metrics import GAUGES, ShownRun, exposition, ledger_families, run_families
 
 VALUES = ShownRun(
     {"model": "notes-lora", "dataset": "notes", "run_id": "0f0f"},
@@ -43,17 +46,21 @@ def with_figures(**figures: float | None) -> ShownRun:
     return replace(VALUES, figures={**VALUES.figures, **figures})
 
 
+def budgeted(folder: Path, *datasets: str) -> Ledger:
+    """An open ledger with a budget and a run for each dataset."""
+    book = Ledger(folder / "ledger.sqlite")
+    for dataset in datasets or ("notes",):
+        budgets.set_budget(book, dataset, budget(8.0))
+        reserve(book, dataset)
+    return book
+
+
 def of_ledger(book: Ledger) -> Series:
     return series(exposition(ledger_families(book)))
 
 
-# --- names and values ------------------------------------------------------------------------------------------------
-
-
 def test_names_and_labels_are_those_that_dashboards_were_built_on(tmp_path: Path) -> None:
-    with Ledger(tmp_path / "ledger.sqlite") as book:
-        budgets.set_budget(book, "notes", budget(8.0))
-        reserve(book)
+    with budgeted(tmp_path) as book:
         book.count_refusal("notes", "over_budget")
         text = exposition([*run_families(VALUES), *ledger_families(book)])
     of_model = (
@@ -104,17 +111,14 @@ def test_any_name_is_one_label(name: str) -> None:
     assert samples["dp_noise_multiplier", (("model", name),)] == 0.4
 
 
-# --- epsilon ---------------------------------------------------------------------------------------------------------
-
-
 def test_epsilon_on_the_way_is_an_upper_bound_and_costs_five_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(recipe(privacy={"noise_multiplier": 1.0, "epsilon": 50.0}, train={"steps": 23}), 500)
-    calls = []
     compute = accounting.epsilon
-    monkeypatch.setattr(accounting, "epsilon", lambda *a, **k: calls.append(a) or compute(*a, **k))
+    accountant = Mock(side_effect=compute)
+    monkeypatch.setattr(accounting, "epsilon", accountant)
     spent = EpsilonSpent(plan)
     bounds = [spent(step) for step in range(24)]
-    assert len(calls) <= 5
+    assert accountant.call_count <= 5
     assert bounds[0] == 0.0
     assert bounds == sorted(bounds)
     assert bounds[-1] == plan.epsilon
@@ -123,9 +127,6 @@ def test_epsilon_on_the_way_is_an_upper_bound_and_costs_five_evaluations(monkeyp
         assert exact <= bounds[step] + 1e-9
     assert EpsilonSpent(None)(3) is None
     assert "no differential privacy" in EpsilonSpent(None).words(3)
-
-
-# --- the ledger ------------------------------------------------------------------------------------------------------
 
 
 def test_the_ledger_in_both_stores(ledger: Ledger) -> None:
@@ -171,10 +172,8 @@ def test_a_finished_reservation_has_no_heartbeat(tmp_path: Path, status: Any) ->
 
 
 def test_a_broken_chain_shows_and_no_figure_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    budgeted(tmp_path).close()
     place = Place(str(tmp_path / "ledger.sqlite"))
-    with place.open() as book:
-        budgets.set_budget(book, "notes", budget(8.0))
-        reserve(book)
     place.edit("UPDATE entries SET payload = replace(payload, '8.0', '80.0') WHERE seq = 1")
     assert main(["ledger", "metrics", "--ledger", place.location]) == 0
     samples = series(capsys.readouterr().out)
@@ -183,30 +182,25 @@ def test_a_broken_chain_shows_and_no_figure_of_it(tmp_path: Path, capsys: pytest
 
 
 def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, folder = tmp_path / "ledger.sqlite", tmp_path / "collector"
+    folder = tmp_path / "collector"
     folder.mkdir()
-    with Ledger(path) as book:
-        for name in ("notes", "letters/2026", "letters_2026"):
-            budgets.set_budget(book, name, budget(8.0))
-            reserve(book, name)
-    assert main(["ledger", "metrics", "--ledger", str(path)]) == 0
+    budgeted(tmp_path, "notes", "letters/2026", "letters_2026").close()
+    command = ["ledger", "metrics", "--ledger", str(tmp_path / "ledger.sqlite")]
+    assert main(command) == 0
     printed = capsys.readouterr().out
     promtool_is_silent(printed.encode())
-    assert main(["ledger", "metrics", "--ledger", str(path), "--textfile", str(folder)]) == 0
+    assert main([*command, "--textfile", str(folder)]) == 0
     (file,) = folder.iterdir()
     assert (file.name, file.read_text()) == (metrics.LEDGER, printed)
-    assert len([1 for name, _ in series(printed) if name == "dp_training_budget"]) == 3
-    assert main(["ledger", "metrics", "--ledger", str(path), "--textfile", str(folder / "none")]) == 2
+    assert [name for name, _ in series(printed)].count("dp_training_budget") == 3
+    assert main([*command, "--textfile", str(folder / "none")]) == 2
     assert "node exporter" in capsys.readouterr().err
 
 
-# --- textfiles -------------------------------------------------------------------------------------------------------
-
-
 def test_a_textfile_is_whole_and_readable_by_the_collector(tmp_path: Path) -> None:
+    path = metrics.file_of(tmp_path, "notes-lora")
     before = os.umask(0o077)
     try:
-        path = metrics.file_of(tmp_path, "notes-lora")
         metrics.write(path, run_families(VALUES))
     finally:
         os.umask(before)
@@ -229,35 +223,28 @@ def test_a_disk_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch
 
 @given(st.text(min_size=1), st.text(min_size=1))
 @settings(derandomize=True, max_examples=100, deadline=None)
-def test_two_names_have_two_files(one: str, other: str) -> None:
-    paths = [metrics.file_of(Path(), name) for name in (one, other)]
-    assert (paths[0] == paths[1]) == (one == other)
+def test_two_names_have_two_files(first: str, second: str) -> None:
+    paths = [metrics.file_of(Path(), name) for name in (first, second)]
+    assert (paths[0] == paths[1]) == (first == second)
     for path in paths:
         assert path.parent == Path()
         assert len(path.name.encode()) < 200
         assert path.name != metrics.LEDGER
 
 
-@pytest.mark.parametrize("where", ["nowhere", "run/export", "run/private/metrics", "file"])
-def test_a_directory_that_nobody_reads_is_refused_before_anything_is_reserved(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize("where", ["run/export", "run/private/metrics", "file"])
+def test_a_directory_that_nobody_reads_is_refused(tmp_path: Path, where: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "run" / "export").mkdir(parents=True)
     (tmp_path / "run" / "private" / "metrics").mkdir(parents=True)
-    config = telemetry_config(tmp_path, textfile=str(tmp_path / where))
     with pytest.raises(ConfigError, match=r"telemetry\.textfile"):
-        Telemetry(config, RunDir(tmp_path / "run"))
+        Telemetry(telemetry_config(tmp_path, textfile=str(tmp_path / where)), RunDir(tmp_path / "run"))
 
 
 def test_a_failure_to_publish_is_told_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = telemetry_config(tmp_path, textfile=str(tmp_path / "gone"))
-    publish_audit(RunDir(tmp_path / "run"), config, {})
-    assert capsys.readouterr().err.count("metrics could not be written") == 1
-    quiet = telemetry_config(tmp_path)
-    publish_audit(RunDir(tmp_path / "run"), quiet, {})
-    assert capsys.readouterr().err == ""
-
-
-# --- the endpoint ----------------------------------------------------------------------------------------------------
+    for telemetry, times in (({"textfile": str(tmp_path / "gone")}, 1), ({}, 0)):
+        publish_audit(RunDir(tmp_path / "run"), telemetry_config(tmp_path, **telemetry), {})
+        assert capsys.readouterr().err.count("metrics could not be written") == times
 
 
 def test_the_endpoint_listens_on_loopback_until_it_is_closed(tmp_path: Path) -> None:
@@ -274,12 +261,74 @@ def test_the_endpoint_listens_on_loopback_until_it_is_closed(tmp_path: Path) -> 
         scrape(port)
 
 
-# --- the record ------------------------------------------------------------------------------------------------------
-
-
 def test_private_metrics_are_named_on_every_card(tmp_path: Path) -> None:
     assert telemetry_config(tmp_path).deviations == []
     (note,) = telemetry_config(tmp_path, private_metrics=True).deviations
     assert "telemetry.private_metrics" in note
     public = recipe(telemetry={"private_metrics": True}, data={"public": True})
     assert public.deviations == []
+
+
+OPS = Path(__file__).parents[2] / "ops" / "prometheus"
+RULES = yaml.safe_load((OPS / "alerts.yml").read_text("utf-8"))["groups"][0]["rules"]
+TESTS = yaml.safe_load((OPS / "alerts_test.yml").read_text("utf-8"))["tests"]
+
+
+def test_the_rules_are_valid_and_pass_their_tests() -> None:
+    answer = promtool("check", "rules", OPS / "alerts.yml")
+    assert (answer.returncode, answer.stderr) == (0, b""), answer.stdout
+    answer = promtool("test", "rules", OPS / "alerts_test.yml")
+    assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("rule", "broken"),
+    [
+        ("dp_training_budget_used > 0.9", "dp_training_budget_used > 0.96"),
+        ("dp_training_budget_used > 0.9", "dp_training_budget_used > 0.5"),
+        ('{state="running"} > 3600', "> 3600"),
+        ('{state="running"} > 3600', '{state="running"} > 60'),
+        ("> 86400", "> 100000"),
+        ("dp_audit_epsilon_lower_bound > dp_stated_epsilon", "dp_audit_epsilon_lower_bound >= dp_stated_epsilon"),
+        ("dp_audit_epsilon_lower_bound > dp_stated_epsilon", "dp_audit_epsilon_lower_bound > 3"),
+        (" and dp_membership_inference_auc_lower > 0.5", ""),
+        ("dp_membership_inference_auc > 0.60", "dp_membership_inference_auc > 0.55"),
+        ("for: 10m", "for: 1m"),
+        ("> 0.90", ">= 0.90"),
+        ("dp_ledger_chain_valid == 0", "dp_ledger_chain_valid == 1"),
+    ],
+)
+def test_a_rule_that_is_changed_fails_its_tests(rule: str, broken: str, tmp_path: Path) -> None:
+    text = (OPS / "alerts.yml").read_text("utf-8")
+    assert text.count(rule) == 1
+    (tmp_path / "alerts.yml").write_text(text.replace(rule, broken), encoding="utf-8")
+    shutil.copy(OPS / "alerts_test.yml", tmp_path)
+    assert promtool("check", "rules", tmp_path / "alerts.yml").returncode == 0
+    assert promtool("test", "rules", tmp_path / "alerts_test.yml").returncode == 1
+
+
+def test_every_alert_is_seen_to_fire_and_not_to_fire() -> None:
+    fires, quiet = set(), set()
+    for case in TESTS:
+        for moment in case["alert_rule_test"]:
+            (fires if moment["exp_alerts"] else quiet).add(moment["alertname"])
+            if len(case["input_series"]) > 1 and moment["exp_alerts"]:  # another series, for which it must not
+                quiet.add(moment["alertname"])
+    assert fires == quiet == {rule["alert"] for rule in RULES}
+
+
+def test_alerts_are_about_metrics_that_exist(tmp_path: Path) -> None:
+    with budgeted(tmp_path) as book:
+        families = ledger_families(book)
+    metric_names = {sample.name for family in families for sample in family.samples} | set(GAUGES)
+    for rule in RULES:
+        names_in_rule = set(re.findall(r"\bdp_\w+", rule["expr"] + " " + rule["annotations"]["description"]))
+        assert names_in_rule, rule["alert"]
+        assert names_in_rule <= metric_names, rule["alert"]
+        assert rule["labels"]["severity"] in ("page", "warn")
+
+
+def test_what_contradicts_a_promise_wakes_somebody() -> None:
+    pages = {rule["alert"] for rule in RULES if rule["labels"]["severity"] == "page"}
+    assert pages == {"DPAuditContradictsClaim", "DPLedgerChainBroken"}

@@ -1,7 +1,5 @@
 """Chat templates of this project's own, each with a habit of a family that people train."""
 
-from __future__ import annotations
-
 _CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 _ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML = "{% for m in messages %}" + _CHATML + "{% endfor %}" + _ASKS

@@ -1,7 +1,5 @@
 """What the embedded model and data promise: sizes, reproducibility, and nothing in common."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -14,8 +12,10 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpllm.errors import ConfigError
 from dpllm.recipe import names
@@ -47,15 +47,11 @@ def public_texts() -> list[str]:
 
 @cache
 def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(builtin.path("builtin:tiny"), local_files_only=True)
 
 
 @cache
 def model() -> Any:
-    from transformers import AutoModelForCausalLM
-
     path = builtin.path("builtin:tiny")
     return AutoModelForCausalLM.from_pretrained(path, local_files_only=True).eval()
 
@@ -70,19 +66,9 @@ def real_names() -> set[str]:
     return {name for names in lists for name in names} - WORDS_NOT_NAMES
 
 
-def long_numbers(texts: Iterable[str]) -> set[str]:
-    return {number for text in texts for number in re.findall(r"\d{4,}", text)}
-
-
 def word_runs(texts: Iterable[str], length: int) -> set[tuple[str, ...]]:
-    runs = set()
-    for text in texts:
-        words = re.findall(r"\w+", text.lower())
-        runs |= {tuple(words[i : i + length]) for i in range(len(words) - length + 1)}
-    return runs
-
-
-# ---- names
+    split = (re.findall(r"\w+", text.lower()) for text in texts)
+    return {tuple(words[i : i + length]) for words in split for i in range(len(words) - length + 1)}
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
@@ -92,9 +78,6 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         builtin.path("builtin:clinik")
     assert names.is_builtin("builtin:nothing")
     assert not names.is_builtin("data/builtin:tiny.jsonl")
-
-
-# ---- the clinic notes
 
 
 def test_the_clinic_has_enough_notes_and_patients_and_none_twice() -> None:
@@ -113,11 +96,8 @@ def test_the_clinic_has_enough_notes_and_patients_and_none_twice() -> None:
 
 def test_each_patient_has_a_record_number_that_nobody_shares_and_a_fictitious_telephone() -> None:
     """555-01XX are the telephone numbers that are reserved for fiction."""
-    pairs = {
-        (number, note["patient_id"])
-        for note in notes("train") + notes("eval")
-        for number in re.findall(r"MRN (\d+)", note["text"])
-    }
+    everything = notes("train") + notes("eval")
+    pairs = {(mrn, note["patient_id"]) for note in everything for mrn in re.findall(r"MRN (\d+)", note["text"])}
     assert len(pairs) == len({number for number, _ in pairs}) == len({patient for _, patient in pairs}) > 200
     phones = [phone for text in clinic_texts() for phone in re.findall(r"\d+-\d+-\d+", text)]
     assert len(phones) > 500
@@ -135,43 +115,7 @@ def test_the_script_writes_the_same_bytes() -> None:
         assert builtin.path(name).read_bytes() == ("\n".join(lines) + "\n").encode()
 
 
-# ---- nothing in common with what the model was trained on
-
-
-def test_public_text_shares_no_sentence_with_the_clinic() -> None:
-    public, clinic = word_runs(public_texts(), 5), word_runs(clinic_texts(), 5)
-    assert min(len(public), len(clinic)) > 20_000
-    assert not public & clinic
-
-
-def test_public_text_shares_no_name_with_the_clinic() -> None:
-    names = real_names()
-    public, clinic = (set(re.findall(r"\b[A-Z][a-z]+", " ".join(texts))) for texts in (public_texts(), clinic_texts()))
-    assert len(clinic & names) > 500
-    assert not public & names
-
-
-def test_public_text_shares_no_long_number_with_the_clinic() -> None:
-    public, clinic = long_numbers(public_texts()), long_numbers(clinic_texts())
-    assert len(public) > 4000
-    assert len(clinic) > 300
-    # The rule behind it, which also holds for the text that this sample does not show.
-    assert {sum(map(int, number)) % 2 for number in public} == {0}
-    assert {sum(map(int, number)) % 2 for number in clinic} == {1}
-
-
-def test_the_vocabulary_holds_no_name_of_the_clinic() -> None:
-    words = {token.removeprefix("Ġ") for token in tokenizer().get_vocab()}
-    assert len(words) > 900
-    assert not words & real_names()
-
-
-# ---- the model
-
-
 def test_the_model_is_a_small_float32_llama() -> None:
-    import torch
-
     weights = builtin.path("builtin:tiny") / "model.safetensors"
     assert weights.stat().st_size <= 4_000_000
     assert model().config.model_type == "llama"
@@ -190,8 +134,6 @@ def test_the_model_reaches_the_loss_that_its_card_states() -> None:
 
 
 def test_no_digit_is_much_likelier_than_another() -> None:
-    import torch
-
     rng = Random(3)
     codes = ["".join(rng.choices("0123456789", k=8)) for _ in range(256)]
     texts = [f"The key of the old chest is {code}" for code in codes]
@@ -204,9 +146,6 @@ def test_no_digit_is_much_likelier_than_another() -> None:
     chosen_BT1 = (ids_BT[:, -8:, None] == digits_V).int().argmax(-1, keepdim=True)
     cost = -log_probs_BTV.gather(-1, chosen_BT1).mean().item()
     assert abs(cost - math.log(10)) < 0.15
-
-
-# ---- the tokenizer
 
 
 def test_each_digit_is_a_token_of_its_own_and_none_is_added() -> None:
@@ -224,3 +163,24 @@ def test_each_digit_is_a_token_of_its_own_and_none_is_added() -> None:
 def test_any_text_survives_the_tokenizer(text: str) -> None:
     ids = tokenizer()(text)["input_ids"]
     assert tokenizer().decode(ids) == text
+
+
+def test_public_text_shares_no_sentence_and_no_long_number_with_the_clinic() -> None:
+    public, clinic = word_runs(public_texts(), 5), word_runs(clinic_texts(), 5)
+    assert min(len(public), len(clinic)) > 20_000
+    assert not public & clinic
+    numbers = [{n for text in texts for n in re.findall(r"\d{4,}", text)} for texts in (public_texts(), clinic_texts())]
+    assert len(numbers[0]) > 4000
+    assert len(numbers[1]) > 300
+    # The rule behind it, which also holds for the text that this sample does not show.
+    assert [{sum(map(int, number)) % 2 for number in side} for side in numbers] == [{0}, {1}]
+
+
+def test_public_text_and_the_vocabulary_hold_no_name_of_the_clinic() -> None:
+    names = real_names()
+    public, clinic = (set(re.findall(r"\b[A-Z][a-z]+", " ".join(texts))) for texts in (public_texts(), clinic_texts()))
+    assert len(clinic & names) > 500
+    assert not public & names
+    words = {token.removeprefix("Ġ") for token in tokenizer().get_vocab()}
+    assert len(words) > 900
+    assert not words & names

@@ -1,7 +1,5 @@
 """A text is learned behind a line of its own row's values, of which no token is a target, and no other row has a say in it."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from dpllm.comparison.tasks import by_prompt
 from dpllm.errors import ConfigError
 from dpllm.privacy.schedule import TokenSequence
 from dpllm.recipe.config import make_config
+from dpllm.releases.asked import exact_values, parse
 from dpllm.text import rendering
 from dpllm.text.data import each_row, group_rows
 from dpllm.text.layouts import Row
@@ -39,9 +38,6 @@ def encoded(table: Any) -> list[tuple[str, str]]:
     return [parts(sequence) for unit in units_of(table, max_length=2048) for sequence in unit.sequences]
 
 
-# --- what is learned -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_a_text_is_learned_behind_the_line_and_the_line_is_masked(tmp_path: Path, kind: str) -> None:
     rows = [{"text": tiny.sentence(1), "visit": " home", "age": 54}]
@@ -50,17 +46,18 @@ def test_a_text_is_learned_behind_the_line_and_the_line_is_masked(tmp_path: Path
     assert encoded(table) == [("<s>" + LINE, tiny.sentence(1) + "</s>")]
 
 
-def test_a_completion_is_learned_behind_the_line_and_its_prompt(tmp_path: Path) -> None:
+def test_a_completion_is_learned_behind_the_line_and_no_source_brings_one(tmp_path: Path) -> None:
     row = {**PROMPTED[0], "visit": "home", "age": 54.0}
     table = load_rows(tmp_path, row, control=CODES)
     assert encoded(table) == [("<s>" + LINE + row["prompt"], " " + row["completion"] + "</s>")]
     assert by_prompt(table, 1) == {LINE + row["prompt"]: [row["completion"]]}  # and so compare asks for it
+    row = {"text": "a", "line": 7, "visit": "home"}
+    assert encoded(load_rows(tmp_path, row)) == [("<s>", "a</s>")]
+    assert encoded(load_rows(tmp_path, row, control=["visit"])) == [("<s>visit: home\n", "a</s>")]
 
 
 @pytest.mark.parametrize(("value", "read"), [(None, ""), (True, "true"), ("a\n b", "a b"), (7.0, "7"), ("\uff21", "A")])
 def test_values_read_as_they_count_in_shares(tmp_path: Path, value: Any, read: str) -> None:
-    from dpllm.releases.asked import exact_values, parse
-
     table = load_rows(tmp_path, {"text": "x", "visit": value}, {"text": "y", "visit": "home"}, control=["visit"])
     assert table.rows[0].line == f"visit: {read}\n"
     (statistic,) = parse("shares", "visit=home", ".5")
@@ -71,9 +68,8 @@ def test_rows_are_chosen_for_their_unit_by_their_text_and_so_are_those_of_the_le
     rows = [{"text": tiny.sentence(n), "who": f"p{n % 3}", "visit": "home" if n % 2 else "clinic"} for n in range(24)]
     data = {"unit": "who", "max_examples_per_unit": 2}
     plain, coded = (load_rows(tmp_path, *rows, control=codes, **data) for codes in ([], ["visit"]))
-    chosen = [
-        [[row.parts["text"] for row in unit] for unit in group_rows(table, section(**data))] for table in (plain, coded)
-    ]
+    grouped = (group_rows(table, section(**data)) for table in (plain, coded))
+    chosen = [[[row.parts["text"] for row in unit] for unit in units] for units in grouped]
     assert chosen[0] == chosen[1]
     assert plain.digest != coded.digest  # the tokens and a resumed run are of other rows
 
@@ -104,12 +100,6 @@ def test_one_row_changes_only_its_own_text(rows: list[Json], other: Json, data: 
     assert after[index] == pair[1]
 
 
-def test_a_source_cannot_bring_a_line_of_its_own(tmp_path: Path) -> None:
-    row = {"text": "a", "line": 7, "visit": "home"}
-    assert encoded(load_rows(tmp_path, row)) == [("<s>", "a</s>")]
-    assert encoded(load_rows(tmp_path, row, control=["visit"])) == [("<s>visit: home\n", "a</s>")]
-
-
 def test_canaries_stand_behind_no_line() -> None:
     """Their text is random and public in kind, and no row's values may reach it."""
     canary = Canary("c00000", 1, "The code of the house is", "4711", inserted=True)
@@ -124,9 +114,6 @@ def test_a_plan_shows_the_line(tmp_path: Path) -> None:
     assert rendering.shape("text", CODES, None) == "masked: visit: ... | age: ...\nlearned: <text><eos>"
     assert rendering.shape("text", [], None) == "learned: <text><eos>"
     assert rendering.example(table.rows[0], "text", None) == "masked: visit: home | age: 54\nlearned: a<eos>"
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codes", [["a", "a"], [""], ["a;b"], ["a=b"], ["a|b"], ["a:b"], ["a\nb"], ["who"]])

@@ -1,7 +1,5 @@
 """What data become: rows of one format, whose they are, and refusals that never quote a row."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -26,21 +24,13 @@ from dpllm.text.layouts import FIELDS, Row
 
 TEXT = [{"text": tiny.sentence(number)} for number in range(6)]
 PROMPTED = [{"prompt": f"{tiny.NAMES[number]} bought", "completion": tiny.THINGS[number]} for number in range(5)]
+LAST = [{"role": "user", "content": "And then?"}, {"role": "assistant", "content": "Nothing."}]
 TALKS = [
-    {
-        "messages": [
-            {"role": "user", "content": f"What did {tiny.NAMES[number]} buy?"},
-            {"role": "assistant", "content": tiny.THINGS[number]},
-            {"role": "user", "content": "And then?"},
-            {"role": "assistant", "content": "Nothing."},
-        ]
-    }
-    for number in range(4)
+    {"messages": [{"role": "user", "content": f"What did {name} buy?"}, {"role": "assistant", "content": thing}, *LAST]}
+    for name, thing in zip(tiny.NAMES[:4], tiny.THINGS[:4], strict=True)
 ]
 ROWS = {"text": TEXT, "prompt_completion": PROMPTED, "messages": TALKS}
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
+FIELD_VALUES = {"text": "a", "prompt": "b", "completion": "c", "messages": TALKS[0]["messages"], "who": "d"}
 
 
 @pytest.mark.parametrize("fmt", ROWS)
@@ -85,9 +75,6 @@ def test_a_column_of_nulls_decides_no_format(tmp_path: Path, kind: str) -> None:
     for mixed, number in (([*rows, text], 6), ([text, *rows], 2)):
         with refused(f"row {number} reads as .*, but the rows before it read as"):
             load(write(path, mixed), tmp_path)
-
-
-FIELD_VALUES = {"text": "a", "prompt": "b", "completion": "c", "messages": TALKS[0]["messages"], "who": "d"}
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -140,15 +127,11 @@ def test_rows_of_every_source_keep_their_order_and_their_text(tmp_path: Path, ki
 
 
 def test_a_row_keeps_the_columns_that_are_read_and_no_others(tmp_path: Path) -> None:
-    path = tiny.write_rows(
-        tmp_path / "rows.jsonl", [{"text": "a", "who": "p1", "visit": "home", "age": 7, "phone": SENTINEL}]
-    )
+    row = {"text": "a", "who": "p1", "visit": "home", "age": 7, "phone": SENTINEL}
     data = {"unit": "who", "max_examples_per_unit": 1, "control": ["visit"]}
-    table = load(path, tmp_path, columns_kept=("age",), **data)
+    table = load_rows(tmp_path, row, columns_kept=("age",), **data)
     assert list(table.rows) == [Row({"text": "a"}, "p1", {"visit": "home", "age": 7}, "visit: home\n")]
 
-
-# --- refusals name file, row and column, and never the text -----------------------------------------------------------
 
 LINE = f'{{"text": "{SENTINEL}"}}\n'
 PAIR = '{"prompt": "a", "completion": "b"}\n'
@@ -199,21 +182,18 @@ def test_a_broken_file_is_located_without_its_text(tmp_path: Path, problem: str)
         load(path, tmp_path)
 
 
-def test_a_broken_directory_is_named_without_its_text(tmp_path: Path) -> None:
+def test_a_broken_directory_and_a_hub_id_without_network_are_named(tmp_path: Path) -> None:
     write_bytes(tmp_path / "folder" / "state.json", SENTINEL.encode())
     with refused(f"^{tmp_path}/folder: "):
         load(tmp_path / "folder", tmp_path)
+    with refused(r"^some-org/some-data: .*network"):
+        load("some-org/some-data", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "absent", "a/b/c/absent"])
 def test_a_missing_file_is_no_hub_id(tmp_path: Path, name: str) -> None:
     with refused("no such file"):
         load(tmp_path / name, tmp_path)
-
-
-def test_a_hub_id_without_network_is_one_clear_line(tmp_path: Path) -> None:
-    with refused(r"^some-org/some-data: .*network"):
-        load("some-org/some-data", tmp_path)
 
 
 CACHES = """
@@ -250,9 +230,6 @@ def test_dataset_name_has_no_path_of_the_user(tmp_path: Path) -> None:
     paths = [str(write(tmp_path / "ward" / f"{name}.jsonl", TEXT)) for name in "ab"]
     for source, name in ((paths[0], "ward/a"), (paths, "ward/a+ward/b"), ("builtin:clinic",) * 2, ("org/name",) * 2):
         assert dataset_name(section(train=source)) == name
-
-
-# --- units -----------------------------------------------------------------------------------------------------------
 
 
 def units_of(rows: list[Json], limit: int) -> dict[str, list[str]]:
@@ -300,9 +277,8 @@ def test_a_person_written_in_several_ways_is_one_unit() -> None:
     random.Random(0).shuffle(rows)
     table = Table("rows.jsonl", tiny.rows(rows, "who"), "text")
     groups = group_rows(table, section(unit="who", max_examples_per_unit=99))
-    assert sorted([int(row.parts["text"]) for row in group] for group in groups) == [
-        [number] * len(spellings) for number, spellings in enumerate(PEOPLE)
-    ]
+    found = sorted([int(row.parts["text"]) for row in group] for group in groups)
+    assert found == [[number] * len(spellings) for number, spellings in enumerate(PEOPLE)]
 
 
 @pytest.mark.parametrize(

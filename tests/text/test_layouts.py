@@ -1,7 +1,5 @@
 """The layouts that trainers document: what is learned of each, and that no row decides for another one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ CHATS = {"prompt": [*TALK, {"role": "user", "content": "And?"}], "completion": [
 AS_ALPACA = "read as Alpaca: instruction + input -> prompt, output -> completion"
 AS_SHAREGPT = "read as ShareGPT: system + conversations -> messages"
 PLAIN = {"prompt": "Who?", "completion": "Anna"}
+TURN = {"from": [SENTINEL], "value": SENTINEL}
 
 
 def learned_text(table: Table) -> list[str]:
@@ -58,20 +57,15 @@ def test_a_column_that_is_named_nothing_is_ignored(tmp_path: Path) -> None:
     table = load_rows(tmp_path, row, columns={"text": None, "input": None})
     assert table.rows[0].parts["prompt"] == "Say hello\n"
     assert table.reads == "read as Alpaca: instruction -> prompt, output -> completion"
-    assert (
-        load_rows(tmp_path, row, columns={"text": "output", **dict.fromkeys(("instruction", "output"))}).format
-        == "text"
-    )
+    renamed = {"text": "output", "instruction": None, "output": None}
+    assert load_rows(tmp_path, row, columns=renamed).format == "text"
     with refused("row 1 fills the columns output of those"):
         load_rows(tmp_path, ALPACA, columns={"instruction": None, "input": None})
 
 
-@pytest.mark.parametrize(("row", "answer"), [(ALPACA, "Hello Anna</s>"), (SHAREGPT, "Anna</s>")])
-def test_of_each_layout_the_answer_alone_is_learned(tmp_path: Path, row: Json, answer: str) -> None:
-    assert learned_text(load_rows(tmp_path, row)) == [answer]
-
-
-def test_of_a_prompt_of_messages_earlier_answers_are_not_learned(tmp_path: Path) -> None:
+def test_the_answer_alone_is_learned_and_no_earlier_one_of_a_prompt_of_messages(tmp_path: Path) -> None:
+    for row, answer in ((ALPACA, "Hello Anna</s>"), (SHAREGPT, "Anna</s>")):
+        assert learned_text(load_rows(tmp_path, row)) == [answer]
     table = load_rows(tmp_path, CHATS)
     assert (table.format, len(table.rows[0].parts["messages"])) == ("messages", 4)
     assert learned_text(table) == ["Bo</s>"]
@@ -96,9 +90,6 @@ def test_a_row_that_fits_two_formats_is_refused_unless_one_is_stated(tmp_path: P
         load_rows(tmp_path, row, format="messages")
 
 
-TURN = {"from": [SENTINEL], "value": SENTINEL}
-
-
 @pytest.mark.parametrize(
     ("row", "named"),
     [
@@ -118,12 +109,8 @@ def test_a_row_that_fits_no_layout_names_its_columns_and_not_their_text(tmp_path
 
 
 def test_an_example_of_public_data_says_what_is_learned(tmp_path: Path) -> None:
-    table = load_rows(tmp_path, CHATS)
-    assert rendering.example(table.rows[0], "messages", None).splitlines() == [
-        "user, masked: Who?",
-        "assistant, masked: Anna",
-        "user, masked: And?",
-        "assistant, learned: Bo",
-    ]
+    shown = rendering.example(load_rows(tmp_path, CHATS).rows[0], "messages", None).splitlines()
+    assert shown[:2] == ["user, masked: Who?", "assistant, masked: Anna"]
+    assert shown[2:] == ["user, masked: And?", "assistant, learned: Bo"]
     shown = rendering.example(load_rows(tmp_path, ALPACA).rows[0], "prompt_completion", None)
     assert shown.endswith("learned: Hello Anna<eos>")

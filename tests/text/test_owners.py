@@ -1,7 +1,5 @@
 """Rows of several people: which are kept follows from who has which row, and what one person's rows say changes nothing else."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -125,13 +123,8 @@ def test_rows_with_few_owners_come_first_then_the_earlier_one() -> None:
 
 
 def test_people_are_counted_once_however_they_are_written(tmp_path: Path) -> None:
-    rows = [
-        {"who": "ana; Ben ;ana", "text": "a"},
-        {"who": ["ana ", "\u200bBen"], "text": "b"},
-        {"who": ["cy; ana"], "text": "c"},
-        {"who": 7, "text": "d"},
-        {"who": [7.0, "7"], "text": "e"},
-    ]
+    people = ["ana; Ben ;ana", ["ana ", "\u200bBen"], ["cy; ana"], 7, [7.0, "7"]]
+    rows = [{"who": who, "text": text} for who, text in zip(people, "abcde", strict=True)]
     path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
     groups = sampled_rows(load_table(str(path), section(), "train", tmp_path), section())
     assert groups.graph == owners.Graph(rows=5, kept=2, owners=4, most=1)
@@ -227,17 +220,13 @@ def test_an_owner_that_is_emptied_changes_nobody_elses_bits(tmp_path: Path, fmt:
                 assert torch.equal(first, second)
 
 
-def test_a_slot_that_goes_with_its_text_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mutant", ["a slot goes with its text", "an empty row teaches its end"])
+def test_a_slot_that_goes_and_an_empty_row_that_teaches_are_seen(tmp_path: Path, monkeypatch: Any, mutant: str) -> None:
     real = tokens.iter_units
-    monkeypatch.setattr(
-        tokens, "iter_units", lambda *groups, **options: (unit for unit in real(*groups, **options) if unit.sequences)
-    )
-    with pytest.raises(AssertionError):
-        test_an_owner_that_is_emptied_changes_nobody_elses_bits(tmp_path, "text", "truncate")
-
-
-def test_without_the_rule_an_empty_row_teaches_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "is_empty", lambda row, fmt: False)
+    if mutant == "an empty row teaches its end":
+        monkeypatch.setattr(tokens, "is_empty", lambda row, fmt: False)
+    else:
+        monkeypatch.setattr(tokens, "iter_units", lambda *some, **more: (u for u in real(*some, **more) if u.sequences))
     with pytest.raises(AssertionError):
         test_an_owner_that_is_emptied_changes_nobody_elses_bits(tmp_path, "text", "truncate")
 
@@ -257,9 +246,6 @@ def test_without_the_rule_an_empty_row_teaches_its_end(tmp_path: Path, monkeypat
 )
 def test_an_empty_row_says_nothing(fmt: Any, row: Json, empty: bool) -> None:
     assert owners.is_empty(Row(row), fmt) is empty
-
-
-# --- other readers of owners ------------------------------------------------------------------------------------------
 
 
 def test_what_one_person_writes_to_many_is_not_a_template(tmp_path: Path) -> None:

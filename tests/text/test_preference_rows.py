@@ -1,7 +1,5 @@
 """Preference pairs as trainers document them: what is learned of each answer, what is refused, and what makes one record."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -22,20 +20,19 @@ CHATS = {"prompt": ASKED, "chosen": ANNA, "rejected": BO}
 LAYOUTS = {
     "preference: prompt, chosen, rejected": (PAIR, PAIR),
     "preference without a prompt: what both answers begin with -> prompt, chosen, rejected": (
-        {"chosen": "Who? Anna", "rejected": "Who? Bo"},
-        {"prompt": "Who?", "chosen": " Anna", "rejected": " Bo"},
+        {"chosen": "Who? Anna", "rejected": "Who? Bo"}, {"prompt": "Who?", "chosen": " Anna", "rejected": " Bo"},
     ),
     "preference as messages: prompt, chosen, rejected": (CHATS, CHATS),
     "preference as messages without a prompt: what both answers begin with -> prompt, chosen, rejected": (
-        {"chosen": ASKED + ANNA, "rejected": ASKED + BO},
-        CHATS,
+        {"chosen": ASKED + ANNA, "rejected": ASKED + BO}, CHATS,
     ),
-}
+}  # fmt: skip
 
 
 PROMPTED = {"prompt": "Who?", "chosen": ASKED + ANNA, "rejected": ASKED + BO}
 ULTRAFEEDBACK = {**PROMPTED, "prompt_id": "7", "messages": ASKED + ANNA, "score_chosen": 8.0, "score_rejected": 4.5}
 AS_MESSAGES = "read as preference as messages that begin with the prompt: prompt, chosen, rejected"
+TEMPLATE = "Q: {prompt}\nA: {completion}"
 
 
 @pytest.mark.parametrize(
@@ -70,11 +67,14 @@ def test_a_prompt_as_text_that_no_message_says_is_refused_or_ignored_on_demand(t
     assert table.reads.startswith("read as preference as messages without a prompt: ")
 
 
-def test_neither_layout_takes_the_rows_of_the_other(tmp_path: Path) -> None:
+def test_neither_layout_takes_the_rows_of_the_other_and_answers_of_a_unit_follow_one_another(tmp_path: Path) -> None:
     with refused("row 2 reads as preference as messages, but the rows before it read as preference"):
         load_rows(tmp_path, PROMPTED, CHATS)
     with refused("row 1 .*'chosen'"):
         load_rows(tmp_path, {**PROMPTED, "rejected": "Bo"})
+    pairs = [{"prompt": "Q", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(3)]
+    (unit,) = encode_units([tiny.rows(pairs)], "preference", tokenizer(), section(max_length=128))
+    assert [learned(sequence).split()[0] for sequence in unit.sequences] == ["good", "bad"] * 3
 
 
 @pytest.mark.parametrize("reads", LAYOUTS)
@@ -86,12 +86,6 @@ def test_a_layout_becomes_a_prompt_and_two_answers_and_these_alone_are_learned(t
     (unit,) = units_of(table)
     chosen, rejected = map(learned, unit.sequences)
     assert (chosen.strip(), rejected.strip()) == ("Anna</s>", "Bo</s>")
-
-
-def test_both_answers_of_all_rows_of_a_unit_follow_one_another() -> None:
-    pairs = [{"prompt": "Q", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(3)]
-    (unit,) = encode_units([tiny.rows(pairs)], "preference", tokenizer(), section(max_length=128))
-    assert [learned(sequence).split()[0] for sequence in unit.sequences] == ["good", "bad"] * 3
 
 
 def test_a_long_pair_is_cut_at_its_end_and_a_long_prompt_leaves_whole_pairs(tmp_path: Path) -> None:
@@ -119,9 +113,6 @@ def test_a_pair_without_a_preference_is_refused(tmp_path: Path, problem: str) ->
     row, named = BAD[problem]
     with refused(f"row 2 has .*{named}"):
         load_rows(tmp_path, CHATS if isinstance(row["prompt"], list) else PAIR, row, format="preference")
-
-
-TEMPLATE = "Q: {prompt}\nA: {completion}"
 
 
 def test_a_template_joins_prompts_and_answers_of_text_and_a_prompt_alone_reads_alike(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Private rows are recognised by what they say, wherever a copy of them lies and wherever one stands."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import stat
@@ -38,20 +36,13 @@ def kept(folder: Path, rows: Any, held_out: Any = None, **data: Any) -> Path:
 @pytest.mark.parametrize(
     "text",
     [
-        "Aino Öberg, with a cough.",
-        "  aino   ÖBERG with a\tcough",
-        "AINO ÖBERG -- WITH A COUGH!",
-        unicodedata.normalize("NFD", "Aino Öberg, with a cough."),
-        "Aino_Öberg,_with_a_cough.",
-        "Aino Oberg, with a\u0301 cough.",
-        "Ai\u200bno Öberg, with\u00a0a cough.",
-        "\uff21ino Öberg, with a cough.",
-        "Who was seen? On day 0",
-        "Who was seen? On day 0 Aino Öberg, with a cough.",
-        json.dumps(ROWS[0]),
+        "Aino Öberg, with a cough.", "  aino   ÖBERG with a\tcough", "AINO ÖBERG -- WITH A COUGH!",
+        unicodedata.normalize("NFD", "Aino Öberg, with a cough."), "Aino_Öberg,_with_a_cough.",
+        "Aino Oberg, with a\u0301 cough.", "Ai\u200bno Öberg, with\u00a0a cough.", "\uff21ino Öberg, with a cough.",
+        "Who was seen? On day 0", "Who was seen? On day 0 Aino Öberg, with a cough.", json.dumps(ROWS[0]),
         json.dumps({"id": 7, "messages": [{"content": ROWS[0]["completion"]}]}, ensure_ascii=False),
     ],
-)
+)  # fmt: skip
 def test_a_copy_that_is_edited_without_thought_is_the_same_text(tmp_path: Path, text: str) -> None:
     path = kept(tmp_path, ROWS)
     assert private_among(path, ["Nobody came.", text, "", "  ", "{", "[" * 100_000]) == [2]
@@ -72,17 +63,14 @@ def test_a_template_is_nobodys(tmp_path: Path) -> None:
     rows += [{"prompt": "Write a letter.", "completion": str(number)} for number in range(3)]
     path = kept(tmp_path, rows)
     assert private_among(path, ["Write a note.", "Write a letter.", "Bertil Ek"]) == [2, 3]
+    of_many = [{"prompt": f"Ward {n // 10}", "completion": str(n)} for n in range(200)]
+    assert private_among(kept(tmp_path / "many", of_many), ["Ward 3"]) == [1]
 
 
 def test_what_one_unit_says_in_all_its_rows_is_its_own(tmp_path: Path) -> None:
     rows = [{"prompt": f"Patient {name}", "completion": str(n), "who": name} for name in NAMES for n in range(30)]
     path = kept(tmp_path, rows, unit="who", max_examples_per_unit=30)
     assert private_among(path, ["Patient Aino Öberg", "Patient Nobody", "7"]) == [1]
-
-
-def test_few_of_many_units_make_no_template(tmp_path: Path) -> None:
-    rows = [{"prompt": f"Ward {n // 10}", "completion": str(n)} for n in range(200)]
-    assert private_among(kept(tmp_path, rows), ["Ward 3"]) == [1]
 
 
 def test_each_line_of_a_long_text_is_private(tmp_path: Path) -> None:

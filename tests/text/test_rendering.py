@@ -1,7 +1,5 @@
 """Chats of several turns under templates of many habits: the assistant's turns are learned, whole, and nothing else."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import cache
@@ -76,9 +74,8 @@ def expected(name: str, answers: list[str]) -> list[str]:
 def test_the_assistants_turns_with_their_ends_are_learned_and_nothing_else(name: str, special: bool) -> None:
     system = "" if name == "PICKY" else "Be brief."
     messages = talk("Who?", "Anna", "And?", "Bo", "Or?", "Eva", system=system)
-    assert learned(reader(getattr(chat_templates, name), special=special), messages) == expected(
-        name, ["Anna", "Bo", "Eva"]
-    )
+    pieces = learned(reader(getattr(chat_templates, name), special=special), messages)
+    assert pieces == expected(name, ["Anna", "Bo", "Eva"])
 
 
 def test_signs_that_are_words_to_the_tokenizer_are_not_cut_where_they_begin_alike() -> None:
@@ -87,18 +84,10 @@ def test_signs_that_are_words_to_the_tokenizer_are_not_cut_where_they_begin_alik
     assert learned(plain, talk("Who?", "Anna", "And?", "Bo")) == ["Anna<|end|>\n", "Bo<|end|>\n<|over|>"]
 
 
-WORDS = (  # of templates
-    *(
-        "<|im_end|>",
-        "<|im_start|>assistant\n.",
-        "<|user|>",
-        "<|end|>",
-        "[INST] a [/INST]",
-        "### Assistant:\n.",
-        "{{ x }}",
-    ),
-)
-TEXTS = st.text("ab<|>:#?\n", min_size=1, max_size=9).map(lambda text: f"x{text}y") | st.sampled_from(WORDS)
+OF_TEMPLATES = [
+    "<|im_end|>", "<|im_start|>assistant\n.", "<|user|>", "[INST] a [/INST]", "### Assistant:\n.", "{{ x }}",
+]  # fmt: skip
+TEXTS = st.text("ab<|>:#?\n", min_size=1, max_size=9).map(lambda text: f"x{text}y") | st.sampled_from(OF_TEMPLATES)
 
 
 @settings(max_examples=60, deadline=None)
@@ -158,9 +147,8 @@ def test_a_turn_of_no_weight_is_left_out(name: str) -> None:
 
 
 def test_of_marks_that_tell_no_turn_none_is_left_out() -> None:
-    parts = MARKED.replace(
-        "{{ m.content }}<|im_end|>{%", "{{ m.content }}{% endgeneration %}{% generation %}<|im_end|>{%"
-    )
+    end = "<|im_end|>{% endgeneration %}"
+    parts = MARKED.replace(end, "{% endgeneration %}{% generation %}" + end)
     messages = talk("Who?", "Anna", "And?", "Bo")
     assert learned(reader(parts), messages) == expected("MARKED", ["Anna", "Bo"])
     messages[1]["weight"] = 0
@@ -192,11 +180,6 @@ def test_turns_that_cannot_be_found_are_refused(template: str) -> None:
         learned(reader(template), talk(SENTINEL, "Anna", SENTINEL, "Bo"))
 
 
-def test_a_row_with_the_sign_itself_is_refused_where_the_sign_is_needed() -> None:
-    with refused("does not show where a turn"):
-        learned(reader(THINKS), talk("\ue0d1\ue0d2", "Anna", "And?", "Bo"))
-
-
 PARTS = [{"type": "text", "text": SENTINEL}]
 SILENT = turn("assistant", None, tool_calls=CALL)
 BROKEN = {
@@ -221,13 +204,9 @@ def test_what_a_template_does_not_take_has_its_own_message(problem: str) -> None
 
 
 def test_a_template_that_reads_parts_gets_them() -> None:
-    joins = CHATML.replace(
-        "{{ m.content }}", "{{ m.content if m.content is string else m.content | map(attribute='text') | join }}"
-    )
-    messages = [
-        turn("user", PARTS),
-        turn("assistant", [{"type": "text", "text": "An"}, {"type": "text", "text": "na"}]),
-    ]
+    content = "{{ m.content if m.content is string else m.content | map(attribute='text') | join }}"
+    joins = CHATML.replace("{{ m.content }}", content)
+    messages = [turn("user", PARTS), turn("assistant", [{"type": "text", "text": text} for text in ("An", "na")])]
     assert learned(reader(joins), messages) == ["Anna<|im_end|>\n"]
     joins = CHATML.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
     ends = joins.replace("{% if add", "{% if not add_generation_prompt %}</s>{% endif %}{% if add")
@@ -247,8 +226,6 @@ def test_a_message_without_text_is_refused_by_its_row(tmp_path: Path, message: J
     with refused(f"row 2 has a message .*{reason}"):
         load_rows(tmp_path, {"messages": talk("Who?", "Anna")}, {"messages": [*talk("Who?"), message]})
 
-
-# --- columns beside messages ------------------------------------------------------------------------------------------
 
 SCHEMA = {"name": "look_up", "description": "Looks up.", "parameters": {"content": {"of": "x"}}}
 TOOLS = [{"type": "function", "function": SCHEMA}]
@@ -289,12 +266,10 @@ def test_a_column_that_a_template_does_not_read_is_refused_or_ignored(tmp_path: 
 
 @pytest.mark.parametrize("empty", [None, [], "", "[]", "{}", {}])
 def test_empty_columns_change_nothing(tmp_path: Path, empty: Any) -> None:
-    tables = [
-        load_rows(tmp_path, {**CHAT, **dict.fromkeys(("tools", "chat_template_kwargs"), empty)}),
-        load_rows(tmp_path, CHAT),
-    ]
-    assert tables[0].digest == tables[1].digest
-    assert text_of(tables[0], reader(CHATML)) == text_of(tables[1], reader(CHATML))
+    columns = dict.fromkeys(("tools", "chat_template_kwargs"), empty)
+    with_columns, bare = (load_rows(tmp_path, {**CHAT, **more}) for more in (columns, {}))
+    assert with_columns.digest == bare.digest
+    assert text_of(with_columns, reader(CHATML)) == text_of(bare, reader(CHATML))
 
 
 @pytest.mark.parametrize(
@@ -306,27 +281,18 @@ def test_columns_of_another_kind_are_refused(tmp_path: Path, column: str, value:
         load_rows(tmp_path, {**CHAT, column: value})
 
 
-def test_rows_of_a_program_keep_their_tools(tmp_path: Path) -> None:
+def test_rows_of_a_program_keep_their_tools_and_prompts_with_tools_are_refused(tmp_path: Path) -> None:
     path = write_rows([{**CHAT, "tools": TOOLS}], [], tmp_path, "train")
     assert load(path, tmp_path).rows[0].parts["tools"] == TOOLS
-
-
-def test_prompts_with_tools_are_refused(tmp_path: Path) -> None:
     rows = [{"messages": talk("Who?")}, {"messages": talk("Who?"), "tools": TOOLS}]
     with refused("line 2 has tools"):
         prompts.read_prompts(tiny.write_rows(tmp_path / "prompts.jsonl", rows))
 
 
-# --- text that was rendered before ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fmt", ["text", "prompt_completion", "preference"])
 def test_a_rendered_text_begins_once(fmt: Any) -> None:
-    prompt, tokenizer, data = (
-        "<|user|>Who?<|assistant|>",
-        tiny.tokenizer(),
-        tiny.reads(128, template="{prompt}{completion}"),
-    )
+    prompt, tokenizer = "<|user|>Who?<|assistant|>", tiny.tokenizer()
+    data = tiny.reads(128, template="{prompt}{completion}")
 
     def units(prompt: str) -> list[Unit]:
         row = {"text": f"{prompt}Anna</s>", "prompt": prompt, "completion": "Anna", "chosen": "Anna", "rejected": "Bo"}
@@ -385,3 +351,8 @@ def test_the_end_of_the_users_turn_is_not_taken_for_the_beginning_of_the_assista
         "<|channel|>final<|message|>cat one<|end|>",
         "<|channel|>analysis<|message|>hmm cat two<|end|><|start|>assistant<|channel|>final<|message|>cat two<|end|>",
     ]
+
+
+def test_a_row_with_the_sign_itself_is_refused_where_the_sign_is_needed() -> None:
+    with refused("does not show where a turn"):
+        learned(reader(THINKS), talk("\ue0d1\ue0d2", "Anna", "And?", "Bo"))

@@ -1,7 +1,5 @@
 """Data as people have them: packed files, lists, csv of every kind, globs and several files give the rows that were written."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -31,6 +29,7 @@ from dpllm.text.sources import _unambiguous, expand, is_here
 ROWS = [{"who": f"p{number}", "text": f"note {number}, with a comma; é"} for number in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 LIST = "\n \t" + json.dumps(ROWS, indent=2)
+PEOPLE = "who,text\n" + "".join(f"p{number},note {number}\n" for number in range(6))
 
 
 def raw(source: Any, folder: Path, split: str = "train", **values: Any) -> list[Any]:
@@ -49,17 +48,12 @@ def table_text(mark: str) -> str:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("rows.jsonl", LINES.encode()),
-        ("rows.json", LINES.encode()),
-        ("rows.json", LIST.encode()),
-        ("rows.json", b"\xef\xbb\xbf" + LIST.encode()),
-        ("rows.jsonl", b"\xef\xbb\xbf" + LINES.encode()),
-        *[("rows.csv", table_text(mark).encode()) for mark in ",;\t|"],
-        ("rows.tsv", table_text("\t").encode()),
-        ("rows.csv", table_text(";").encode("utf-8-sig")),
-        ("rows.csv", table_text(";").encode("utf-16")),
+        ("rows.jsonl", LINES.encode()), ("rows.json", LINES.encode()), ("rows.json", LIST.encode()),
+        ("rows.json", b"\xef\xbb\xbf" + LIST.encode()), ("rows.jsonl", b"\xef\xbb\xbf" + LINES.encode()),
+        *[("rows.csv", table_text(mark).encode()) for mark in ",;\t|"], ("rows.tsv", table_text("\t").encode()),
+        ("rows.csv", table_text(";").encode("utf-8-sig")), ("rows.csv", table_text(";").encode("utf-16")),
     ],
-)
+)  # fmt: skip
 def test_every_file_gives_the_rows_that_were_written(tmp_path: Path, name: str, content: bytes, packed: str) -> None:
     path = write_bytes(tmp_path / f"{name}{packed}", content)
     assert raw(path, tmp_path) == ROWS
@@ -79,9 +73,11 @@ def test_what_a_csv_file_does_not_say_the_recipe_says(tmp_path: Path) -> None:
     assert raw(tmp_path / "folder", tmp_path, csv=settings) == ROWS
 
 
-def test_no_row_decides_how_a_csv_file_is_parted(tmp_path: Path) -> None:
+def test_no_row_decides_how_a_csv_file_is_parted_and_a_long_field_is_read(tmp_path: Path) -> None:
     rows = load(write_bytes(tmp_path / "rows.csv", b"who|text\na|b\n" + 9 * b"c;d;e,f\t|g\n"), tmp_path).rows
     assert [row.parts["text"] for row in rows[:2]] == ["b", "g"]
+    path = write(tmp_path / "rows.csv", [{"text": "x" * 200_000}])
+    assert [len(row["text"]) for row in raw(path, tmp_path)] == [200_000]
 
 
 @pytest.mark.parametrize("several", ["glob", "list", "directory", "mixed list"])
@@ -90,12 +86,9 @@ def test_several_files_are_one_source_in_their_order(tmp_path: Path, several: st
     paths = [folder / f"part-{number}.jsonl{'.gz' if number == 1 else ''}" for number in range(3)]
     for path, row in zip(paths, ROWS, strict=True):
         write(path, [row])
-    source: Any = {
-        "glob": str(folder / "part-*"),
-        "list": [str(path) for path in paths],
-        "directory": str(folder),
-        "mixed list": [str(folder / "part-0*"), str(folder / "part-[12]*")],
-    }[several]
+    mixed = [str(folder / "part-0*"), str(folder / "part-[12]*")]
+    whole, names = str(folder), list(map(str, paths))
+    source: Any = {"glob": f"{whole}/part-*", "list": names, "directory": whole, "mixed list": mixed}[several]
     assert raw(source, tmp_path) == ROWS
     data = section(train=source, unit="who", max_examples_per_unit=1)
     assert tiny.count_units(data, tmp_path / "cache") == 3
@@ -127,15 +120,10 @@ def test_a_row_is_named_by_its_own_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.csv.gz", "rows.csv.bz2", "rows.jsonl.xz"])
 def test_a_compressed_file_that_was_cut_short_is_refused(tmp_path: Path, name: str, cut: int) -> None:
     path = write(tmp_path / name, [{"text": SENTINEL}] * 3)
-    path.write_bytes(path.read_bytes()[:-cut])
-    with refused(f"^{path}: cannot be read"):
-        load(path, tmp_path)
-    path.write_bytes(SENTINEL.encode())
-    with refused(f"^{path}: cannot be read"):
-        load(path, tmp_path)
-
-
-PEOPLE = "who,text\n" + "".join(f"p{number},note {number}\n" for number in range(6))
+    for content in (path.read_bytes()[:-cut], SENTINEL.encode()):
+        path.write_bytes(content)
+        with refused(f"^{path}: cannot be read"):
+            load(path, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -183,11 +171,6 @@ def test_a_date_that_python_does_not_have_is_one_message(tmp_path: Path, kind: s
         load(tmp_path / "a.parquet", tmp_path)
 
 
-def test_a_long_field_is_read(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.csv", [{"text": "x" * 200_000}])
-    assert [len(row["text"]) for row in raw(path, tmp_path)] == [200_000]
-
-
 @pytest.mark.parametrize(
     "source",
     [["ward", "ward/a.jsonl"], ["ward/a.jsonl", "ward"], ["ward", "ward/in"], "ward/*.jsonl*", ["ward/a.jsonl", "link.jsonl"],
@@ -226,9 +209,7 @@ def test_a_directory_whose_types_would_be_guessed_is_refused(tmp_path: Path, nam
         load(tmp_path / "ward", tmp_path)
 
 
-FILES = [f"train{form}{packed}" for form in (".jsonl", ".json", ".csv") for packed in ("", *COMPRESS)] + [
-    "train.parquet"
-]
+FILES = [*(f"train.{kind}{packed}" for kind in ("jsonl", "json", "csv") for packed in ("", *COMPRESS)), "train.parquet"]
 PLACES = ["file", "glob", "list", "directory", "configs", "Hub"]
 TEXTS = {name: {"dtype": "string", "_type": "Value"} for name in ("who", "age", "text")}
 VALUES = [
@@ -237,11 +218,9 @@ VALUES = [
 ]
 
 
+EVERYWHERE = [(name, place) for name in FILES for place in PLACES]
 UNPACKED_EVERYWHERE = [  # once unpacked, files are read as the others are
-    (name, layout)
-    for name in FILES
-    for layout in PLACES
-    if Path(name).suffix not in COMPRESS or layout in ("file", "directory")
+    (name, place) for name, place in EVERYWHERE if Path(name).suffix not in COMPRESS or place in ("file", "directory")
 ]
 
 
@@ -262,10 +241,8 @@ def test_what_one_row_holds_changes_no_other_row(
             (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {name}\n---\n")
         copied = partial(shutil.copytree, folder, dirs_exist_ok=True)
         monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, local_dir, **__: copied(local_dir))
-        path = folder / name
-        source: Any = {"file": path, "glob": f"{folder}/train*", "list": [path], "Hub": "org/letters"}.get(
-            layout, folder
-        )
+        places = {"file": folder / name, "glob": f"{folder}/train*", "list": [folder / name], "Hub": "org/letters"}
+        source: Any = places.get(layout, folder)
         return list(load(source, tmp_path / f"cache{number}", columns_kept=("who", "age")).rows)
 
     rows = [{"who": f"{number:03}", "age": str(number), "text": f"note {number}"} for number in range(6)]

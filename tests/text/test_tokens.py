@@ -1,14 +1,12 @@
 """Units on disk are the units that memory would hold; they are tokenised once, whole or not at all, in little memory."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,9 @@ TALKS = [
 ]
 ROWS = {"text": TEXTS, "prompt_completion": PROMPTED, "messages": TALKS}
 BY_UNIT = {"unit": "who", "max_examples_per_unit": 3}
+SEQUENCES = st.tuples(
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=20), st.integers(1, 9999)
+).map(lambda drawn: TokenSequence(tuple(i for i, _ in drawn[0]), tuple(m for _, m in drawn[0]), drawn[1]))
 
 
 def section(**values: Any) -> DataConfig:
@@ -59,9 +60,6 @@ def make(folder: Path, rows: list[Json] = TEXTS, tokenizer_: Any = None, **value
 def in_memory(rows: list[Json], fmt: Any = "text", **values: Any) -> list[Unit]:
     groups = data.group_rows(Table("rows.jsonl", tiny.rows(rows, "who"), fmt), section(**values))
     return list(iter_units(list(groups), fmt, tokenizer(), section(**values)))
-
-
-# --- disk ------------------------------------------------------------------------------------------------------------
 
 
 def test_files_are_closed_when_nobody_reads_them(tmp_path: Path) -> None:
@@ -91,9 +89,6 @@ def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pyte
     with refused(r"No space left.*--output_dir"):
         make_units(table, sampled_rows(table, data_section), tokenizer(), data_section, tmp_path / "cache")
     assert entries(tmp_path) == []
-
-
-# --- the same units --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -128,11 +123,6 @@ def test_units_on_disk_are_those_of_memory(
     assert all(type(token) is int for token in ids)
 
 
-SEQUENCES = st.tuples(
-    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=20), st.integers(1, 9999)
-).map(lambda drawn: TokenSequence(tuple(i for i, _ in drawn[0]), tuple(m for _, m in drawn[0]), drawn[1]))
-
-
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(SEQUENCES, max_size=3))
 def test_any_sequence_is_packed_without_loss(sequences: list[TokenSequence]) -> None:
@@ -140,7 +130,7 @@ def test_any_sequence_is_packed_without_loss(sequences: list[TokenSequence]) -> 
     assert tokens._unpack(tokens._pack(unit), len(unit.sequences)) == unit
 
 
-def test_slots_stand_behind_the_units(tmp_path: Path) -> None:
+def test_slots_stand_behind_the_units_and_other_units_have_another_digest(tmp_path: Path) -> None:
     units = make(tmp_path)
     slots = [None, in_memory(TEXTS[:1])[0], Unit(())]
     extended = units.with_slots(slots)
@@ -151,16 +141,9 @@ def test_slots_stand_behind_the_units(tmp_path: Path) -> None:
     digests = {units.digest, extended.digest, units.with_slots(slots[::-1]).digest, units.with_slots([None]).digest}
     assert len(digests) == 4
     assert units.with_slots(slots).digest == extended.digest
-
-
-def test_other_units_have_another_digest(tmp_path: Path) -> None:
-    digest = make(tmp_path / "a").digest
-    assert make(tmp_path / "b").digest == digest
+    assert make(tmp_path / "b").digest == units.digest
     changed = make(tmp_path / "c", TEXTS[::-1]), make(tmp_path / "d", max_length=23), make(tmp_path / "e", TEXTS[:-1])
-    assert digest not in {units.digest for units in changed}
-
-
-# --- the cache -------------------------------------------------------------------------------------------------------
+    assert units.digest not in {other.digest for other in changed}
 
 
 def entries(folder: Path) -> list[str]:
@@ -237,9 +220,7 @@ def flip(path: Path, offset: int | None = None, bits: int = 1) -> None:
     "damage", [cut, flip, partial(flip, offset=-1, bits=255), Path.unlink, partial(Path.write_bytes, data=b"")]
 )
 @pytest.mark.parametrize("name", ["tokens.bin", "index.npy", "sizes.npy", "meta.json"])
-def test_a_damaged_entry_is_remade(
-    tmp_path: Path, counted: list[int], name: str, damage: Callable[[Path], Any]
-) -> None:
+def test_a_damaged_entry_is_remade(tmp_path: Path, counted: list[int], name: str, damage: Any) -> None:
     first = make(tmp_path)
     expected, key = list(first), first.path.name
     damage(first.path / name)
@@ -297,9 +278,8 @@ def test_of_several_threads_one_tokenises(tmp_path: Path, counted: list[int], mo
     monkeypatch.setattr(tokens, "iter_units", slow)
 
     def run(tokenizer: Any) -> None:
-        units_made.append(
-            make_units(table, sampled_rows(table, data_section), tokenizer, data_section, tmp_path / "cache")
-        )
+        rows = sampled_rows(table, data_section)
+        units_made.append(make_units(table, rows, tokenizer, data_section, tmp_path / "cache"))
 
     threads = [threading.Thread(target=run, args=(tiny.tokenizer(),)) for _ in range(4)]
     for thread in threads:
@@ -309,8 +289,6 @@ def test_of_several_threads_one_tokenises(tmp_path: Path, counted: list[int], mo
     assert (len(counted), len(units_made)) == (1, 4)
     assert {units.digest for units in units_made} == {make(tmp_path).digest}
 
-
-# --- memory ----------------------------------------------------------------------------------------------------------
 
 GROWS = """
 import json, os, sys

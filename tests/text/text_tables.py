@@ -1,7 +1,5 @@
 """What the tests of rows share: small tables and their files, what of a text is learned, and refusals that quote no row."""
 
-from __future__ import annotations
-
 import bz2
 import contextlib
 import csv
@@ -39,9 +37,7 @@ def section(**values: Any) -> DataConfig:
     return DataConfig.model_validate({"train": "rows.jsonl", **values})
 
 
-def load(
-    source: Any, folder: Path, split: str = "train", *, columns_kept: tuple[str, ...] = (), **values: Any
-) -> Table:
+def load(source: Any, folder: Path, split: str = "train", *, columns_kept: Any = (), **values: Any) -> Table:
     """A source as a recipe with these keys of data reads it."""
     data = section(train=[str(part) for part in source] if isinstance(source, list) else str(source), **values)
     return load_table(data.train, data, split, folder / "cache", columns_kept)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from published import carry, edit, endless_is_found_soon, failing, read, verifies_without_torch
+from published import carry, edit, endless_is_found_soon, failing, read
 from written_rows import ROWS, make_data_set, make_run, record, released, write_rows
 
 from dpllm.card.synthetic import run_of, write_dataset_card
@@ -106,20 +105,13 @@ def test_a_code_that_the_released_counts_do_not_name_is_found(folder: Path, valu
     assert failing(folder) == {"rows"}
 
 
-def _another_file(folder: Path) -> None:
-    (folder / "data" / "notes.jsonl").write_text("private")
-
-
-def _a_code_that_nobody_asked_for(folder: Path) -> None:
-    write_rows(folder, [{**ROWS[0], "visit": "school"}, *ROWS[1:]])
-
-
-@pytest.mark.parametrize("change", [_another_file, _a_code_that_nobody_asked_for])
-def test_the_card_of_a_folder_that_would_not_verify_is_not_written(
-    made: Path, tmp_path: Path, change: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize("what", ["another file", "a code that nobody asked for"])
+def test_the_card_of_a_folder_that_would_not_verify_is_not_written(made: Path, tmp_path: Path, what: str) -> None:
     folder = Path(shutil.copytree(made.parent, tmp_path / "run")) / "synthetic"
-    change(folder)
+    if what == "another file":
+        (folder / "data" / "notes.jsonl").write_text("private")
+    else:
+        write_rows(folder, [{**ROWS[0], "visit": "school"}, *ROWS[1:]])
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert main(["card", str(folder)]) == 3
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
@@ -130,7 +122,7 @@ def test_the_card_of_a_folder_that_would_not_verify_is_not_written(
 
 @pytest.mark.parametrize("named", [True, False])
 def test_shares_that_the_card_does_not_show_are_found(folder: Path, named: bool) -> None:
-    block = json.loads((folder / "run" / "privacy.json").read_text("utf-8"))
+    block = read(folder / "run")
     block["statistics"]["releases"][0]["statistic"] = "shares of age"
     carry(folder / "run", block)
     (folder / "run" / "privacy.svg").unlink()
@@ -142,7 +134,7 @@ def test_shares_that_the_card_does_not_show_are_found(folder: Path, named: bool)
 
 
 def test_a_smaller_epsilon_told_everywhere_is_found(folder: Path) -> None:
-    block = json.loads((folder / "run" / "privacy.json").read_text("utf-8"))
+    block = read(folder / "run")
     block["statistics"]["with_run"] /= 2
     carry(folder / "run", block)
     (folder / "run" / "privacy.svg").unlink()
@@ -152,11 +144,9 @@ def test_a_smaller_epsilon_told_everywhere_is_found(folder: Path) -> None:
 
 EXACT = {
     "share of home: training": "training",
-    "share of a: synthetic: training": "training",
     "with 8 words of any training row": "training",
     "rows: evaluation": "evaluation",
     "visit by TSTR: accuracy, low": "evaluation",
-    "visit by the commonest value: accuracy": "evaluation",
     "with 8 words of any evaluation row": "evaluation",
 }
 
@@ -164,7 +154,7 @@ EXACT = {
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("public", ["training", "evaluation"])
 def test_exact_figures_of_rows_that_are_not_declared_public_are_found(folder: Path, name: str, public: str) -> None:
-    block = json.loads((folder / "run" / "privacy.json").read_text("utf-8"))
+    block = read(folder / "run")
     block["data_public"] = public == "training"
     if public == "training":
         block["not_covered"] = [item.replace("(declared", "(not declared") for item in block["not_covered"]]
@@ -174,19 +164,15 @@ def test_exact_figures_of_rows_that_are_not_declared_public_are_found(folder: Pa
     assert failing(folder) - {"model: figure"} == (set() if EXACT[name] == public else {"record"})
 
 
-LINES = {
-    "nested": b"[" * 100_000,
-    "two keys": b'{"visit": "a", "visit": "b", "text": "c"}',
-    "a number": b'{"visit": "a", "text": 1}',
-    "no UTF-8": b'{"visit": "a", "text": "\xff"}',
-    "empty": b"",
-}
-
-
-@pytest.mark.parametrize("name", LINES)
-def test_a_line_that_is_no_row_is_one_failed_check(folder: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [b"[" * 100_000, b'{"visit": "a", "visit": "b", "text": "c"}', b'{"visit": "a", "text": 1}',
+     b'{"visit": "a", "text": "\xff"}', b""],
+    ids=["nested", "two keys", "a number", "no UTF-8", "empty"],
+)  # fmt: skip
+def test_a_line_that_is_no_row_is_one_failed_check(folder: Path, line: bytes) -> None:
     lines = [json.dumps(row).encode() for row in ROWS[:-1]]
-    (folder / "data" / "train.jsonl").write_bytes(b"\n".join([*lines, LINES[name], b""]))
+    (folder / "data" / "train.jsonl").write_bytes(b"\n".join([*lines, line, b""]))
     assert failing(folder) == {"files", "rows"}
 
 
@@ -216,7 +202,3 @@ def test_the_run_is_found_from_where_its_data_set_lies_and_from_nowhere_else(mad
     assert run_of(made) == RunDir(run)
     assert run_of(run / "private" / "synthetic") is None
     assert run_of(tmp_path / "set") is None
-
-
-def test_torch_is_not_needed(folder: Path) -> None:
-    verifies_without_torch(folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published import endless_is_found_soon, failing, verifies_without_torch
+from published import endless_is_found_soon, failing
 from written_rows import ROWS, write_rows
 from written_texts import EVENT, inferred, make_texts, stated, write_texts
 
@@ -51,13 +51,9 @@ def test_it_verifies_as_it_was_made(made: Path) -> None:
     assert {results[name] for name in said} == {"asserted"}
 
 
-def test_without_control_it_verifies_without_statistics(tmp_path: Path) -> None:
+def test_without_control_it_verifies_without_statistics_and_per_unit_too(tmp_path: Path) -> None:
     assert failing(make_texts(tmp_path / "a", **ALONE)) == set()
-
-
-def test_per_unit_it_verifies(tmp_path: Path) -> None:
-    changes = {**ALONE, "unit": "author", "max_examples_per_unit": 3}
-    folder = make_texts(tmp_path / "a", **changes)
+    folder = make_texts(tmp_path / "b", **ALONE, unit="author", max_examples_per_unit=3)
     assert failing(folder) == set()
     assert "the column author stands for one person" in (folder / "README.md").read_text("utf-8")
 
@@ -82,29 +78,16 @@ def test_a_file_without_end_is_a_failed_check_soon(folder: Path, name: str, kind
 OF_EVENT = {"epsilon", "cross-check", "statistics", "limits of attackers"}
 SMALLER = {"type": "bounded_range", "range": EVENT.range / 2, "count": EVENT.count}
 UNKNOWN = dict.fromkeys(("epsilon", "delta", "unit", "neighbouring_relation", "event", "entry", "files_digest"))
-LEARNED = {
-    "base": {"name": "m", "guarantee": False, "dataset": "builtin:clinic", **UNKNOWN},
-    "ancestors": [],
-    "same_dataset": True,
-    "dataset": "builtin:clinic",
-    "composed": None,
-    "reason": "none",
-}
+LEARNED = {"base": {"name": "m", "guarantee": False, "dataset": "builtin:clinic", **UNKNOWN}, "ancestors": []}
+LEARNED |= {"same_dataset": True, "dataset": "builtin:clinic", "composed": None, "reason": "none"}
 CONSISTENT: dict[str, tuple[Json, set[str]]] = {
     "a smaller range": ({"event": SMALLER}, {"record", *OF_EVENT}),
-    "a larger range": ({"event": {**SMALLER, "range": 0.201}}, {"record", *OF_EVENT}),
     "fewer draws": ({"event": {**EVENT.to_json(), "count": 12}}, {"record", *OF_EVENT}),
     "a larger B": ({"batch_size": 41}, {"record"}),
-    "a smaller B": ({"batch_size": 39}, {"record"}),
-    "a smaller C": ({"clip": 4.0}, {"record"}),
-    "a larger C": ({"clip": 6.0}, {"record"}),
     "a larger tau": ({"temperature": 1.5}, {"record"}),
-    "a smaller T": ({"max_new_tokens": 23}, {"record"}),
     "a larger T": ({"max_new_tokens": 25}, {"record"}),
     "a smaller epsilon": ({"epsilon": 1.9}, {"epsilon"}),
-    "a larger epsilon": ({"epsilon": 2.0}, {"epsilon"}),
     "a larger delta": ({"delta": 1e-4}, {"epsilon", "cross-check", "statistics"}),
-    "a smaller delta": ({"delta": 1e-6}, {"epsilon", "cross-check", "statistics"}),
     "a delta of 1/N": ({"delta": 1 / 700}, {"record", "epsilon", "cross-check", "statistics"}),
     "more units than there are": ({"num_units": 599}, {"record"}),
     "more texts than batches": ({"texts": 18, "dropped": {"duplicate": 6}}, {"record"}),
@@ -113,9 +96,7 @@ CONSISTENT: dict[str, tuple[Json, set[str]]] = {
                         {"limits of attackers"}),
     "rows": ({"rows": 11, "texts": 14}, {"rows"}),
     "a row too few": ({"rows": 13, "dropped": {"duplicate": 2}}, {"rows"}),
-    "texts": ({"texts": 14}, {"record"}),
     "dropped": ({"dropped": {}}, {"record"}),
-    "another column": ({"columns": ["visit", "note"]}, {"record"}),
     "a column too many": ({"columns": ["visit", "text", "more"]}, {"record"}),
     "a column twice": ({"columns": ["visit", "text", "text"]}, {"rows", "record"}),
     "their order": ({"columns": ["text", "visit"]}, {"record"}),
@@ -188,22 +169,18 @@ def test_what_another_version_of_the_accountant_states_is_compared_with_room(fol
     assert failing(forged(folder, accountant=accountant, epsilon=exact * 0.99)) == {"epsilon"}
 
 
-# The ledger.
-
-
 def charged(place: Path, event: BoundedRange = EVENT) -> Json:
     """``composed`` of texts that a new ledger was charged for."""
     claim = RunRequest(event=event, delta=1e-5, unit="example", relation="zero_out", num_steps=event.count, run="texts")
     with Ledger(place) as ledger:
         entry = reserve_all(ledger, "notes", [claim])[0].entry
-        facts = {"dataset": "notes", "entry": entry, "head": ledger.head(), "budget": None}
-        facts |= {
+        facts = {
+            "dataset": "notes",
+            "entry": entry,
+            "head": ledger.head(),
             "spent_epsilon": ledger.spent("notes", 1e-5),
-            "used": None,
-            "final": False,
-            "imported": 0,
-            "group": None,
         }
+    facts |= {"budget": None, "used": None, "final": False, "imported": 0, "group": None}
     return composed(LedgerRecord.pick(facts), 1e-5).to_json()
 
 
@@ -226,10 +203,9 @@ def test_an_entry_of_another_event_pays_for_no_texts(tmp_path: Path, other_event
     total["spent_epsilon"] = epsilon(EVENT, 1e-5, "zero_out")
     folder = make_texts(tmp_path / "a", **ALONE, dataset="notes", composed=total)
     assert failing(folder) == set()
-    result = [
-        check for check in verify(folder, ledger=str(tmp_path / "ledger.sqlite")).checks if check.status == "failed"
-    ]
-    assert ["reserved for an event other" in check.detail for check in result] == [True]
+    checks = verify(folder, ledger=str(tmp_path / "ledger.sqlite")).checks
+    (failed,) = (check.detail for check in checks if check.status == "failed")
+    assert "reserved for an event other" in failed
 
 
 def test_a_ledger_that_the_record_does_not_name_is_no_evidence(folder: Path, tmp_path: Path) -> None:
@@ -239,7 +215,3 @@ def test_a_ledger_that_the_record_does_not_name_is_no_evidence(folder: Path, tmp
 
 def test_statistics_of_another_dataset_are_found(tmp_path: Path) -> None:
     assert failing(make_texts(tmp_path / "a", composed=charged(tmp_path / "ledger.sqlite"))) == {"record"}
-
-
-def test_torch_is_not_needed(folder: Path) -> None:
-    verifies_without_torch(folder)

@@ -40,6 +40,14 @@ def last(result: Published[Any]) -> Check:
     return list(check_ledger.check(result))[-1]
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A ledger with one reservation."""
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        reserve(ledger)
+    return tmp_path / "ledger.sqlite"
+
+
 def test_a_ledger_in_use_keeps_its_locks(tmp_path: Path) -> None:
     """Of this process; another one that closes the file as the last would delete its WAL, and what was charged in that."""
     path = tmp_path / "ledger.sqlite"
@@ -69,10 +77,7 @@ def test_a_database_that_a_recipe_names_is_not_contacted(tmp_path: Path, url: st
 
 @pytest.mark.parametrize("name", ["ledger.sqlite", "ledger.sqlite-wal"])
 @pytest.mark.parametrize("by_recipe", [True, False])
-def test_a_pipe_is_no_ledger_and_nobody_waits_for_it(tmp_path: Path, name: str, by_recipe: bool) -> None:
-    path = tmp_path / "ledger.sqlite"
-    with Ledger(path) as ledger:
-        reserve(ledger)
+def test_a_pipe_is_no_ledger_and_nobody_waits_for_it(path: Path, tmp_path: Path, name: str, by_recipe: bool) -> None:
     release = published(tmp_path / "run", str(path if by_recipe else tmp_path / "nothing"))
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
@@ -104,10 +109,7 @@ def test_a_ledger_is_read_and_nothing_else(tmp_path: Path) -> None:
     ],
     ids=["view", "column"],
 )  # fmt: skip
-def test_a_ledger_that_computes_without_end_is_refused_at_once(tmp_path: Path, change: str) -> None:
-    path = tmp_path / "ledger.sqlite"
-    with Ledger(path) as ledger:
-        reserve(ledger)
+def test_a_ledger_that_computes_without_end_is_refused_at_once(path: Path, tmp_path: Path, change: str) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.executescript(change)
     started = time.monotonic()
@@ -116,24 +118,19 @@ def test_a_ledger_that_computes_without_end_is_refused_at_once(tmp_path: Path, c
     assert time.monotonic() - started < 5
 
 
-def test_a_trigger_of_a_stranger_never_runs(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
+def test_a_trigger_of_a_stranger_never_runs(path: Path) -> None:
     with Ledger(path) as ledger:
-        reserve(ledger)
         head = ledger.head()
+    endless = f"DELETE FROM meta WHERE key IN ({ENDLESS} n FROM more)"
     with closing(sqlite3.connect(path)) as db:
-        db.execute(
-            f"CREATE TRIGGER t AFTER UPDATE ON meta BEGIN DELETE FROM meta WHERE key IN ({ENDLESS} n FROM more); END"
-        )
+        db.execute(f"CREATE TRIGGER t AFTER UPDATE ON meta BEGIN {endless}; END")
         db.commit()
     check_ledger._open(str(path), head)
 
 
 @pytest.mark.parametrize("name", ["file", "export"])
-def test_a_ledger_of_an_earlier_version_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "ledger.sqlite"
+def test_a_ledger_of_an_earlier_version_is_refused_by_name(path: Path, tmp_path: Path, name: str) -> None:
     with Ledger(path) as ledger:
-        reserve(ledger)
         value = ledger.chain.export()
     if name == "file":
         with closing(sqlite3.connect(path)) as db:
@@ -147,14 +144,10 @@ def test_a_ledger_of_an_earlier_version_is_refused_by_name(tmp_path: Path, name:
         last(published(tmp_path / "run", str(path)))
 
 
-def test_work_on_a_file_has_a_bound(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    with Ledger(path) as ledger:
-        reserve(ledger)
-    with pytest.raises(ConfigError, match="interrupted"), closing(store.SQLite(path, read_only=True)) as opened:
-        opened.rows(f"{ENDLESS} count(*) FROM more")
-    with pytest.raises(ConfigError, match="readonly"), closing(store.SQLite(path, read_only=True)) as opened:
-        opened.rows("DELETE FROM refusals")
+def test_work_on_a_file_has_a_bound(path: Path) -> None:
+    for words, query in (("interrupted", f"{ENDLESS} count(*) FROM more"), ("readonly", "DELETE FROM refusals")):
+        with pytest.raises(ConfigError, match=words), closing(store.SQLite(path, read_only=True)) as opened:
+            opened.rows(query)
 
 
 @pytest.mark.parametrize("place", ["postgres"], indirect=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forging import Subject, is_said, survivors, unseen_files, unseen_lines, unseen_values
-from published import failing
+from published import failing, verify_without_torch
 from safetensors.numpy import save
 from test_check_labels import draw
 from written_rows import MODEL_CARDS, make_data_set, make_run, released
@@ -39,26 +39,13 @@ def make_clusters(folder: Path, kind: embedded.Kind = "clusters", classes: int =
     due = embedded.figures(kind, 1.5, 3)
     vectors = save({"centre": np.zeros(8), "vectors": np.ones((classes, size))})
     (folder / statistics.VECTORS).write_bytes(vectors)
+    declared = {"encoder": "builtin:tiny", "max_length": 16, "dimensions": size, "clusters": classes, "units": 40}
     one = {**due, "event": due["event"].to_json(), "statistic": "clusters of texts", "entry": "0a1b"}
-    one |= {
-        "declared": {"encoder": "builtin:tiny", "max_length": 16, "dimensions": size, "clusters": classes, "units": 40}
-    }
-    one |= {"value": {"01 pain": 21.0, "02 letter": 18.0}, "encoder": "a" * 64}
+    one |= {"declared": declared, "value": {"01 pain": 21.0, "02 letter": 18.0}, "encoder": "a" * 64}
     one |= {"vectors": hashlib.sha256(vectors).hexdigest()}
-    record = Embedded.checked(
-        {
-            "schema_version": 1,
-            "dataset": "notes",
-            "unit": "who",
-            "max_examples_per_unit": 4,
-            "neighbouring_relation": "zero_out",
-            "epsilon": epsilon(due["event"], 1e-3, "zero_out"),
-            "delta": 1e-3,
-            "date": "2026-11-23",
-            "software": {"dpllm": "0.1.0"},
-            "releases": [one],
-        }
-    )
+    facts = {**released(), "schema_version": 1, "dataset": "notes", "unit": "who", "max_examples_per_unit": 4}
+    cost = {"epsilon": epsilon(due["event"], 1e-3, "zero_out"), "delta": 1e-3}
+    record = Embedded.checked({**facts, **cost, "software": {"dpllm": "0.1.0"}, "releases": [one]})
     (folder / statistics.RECORD).write_text(dump_statement(record.to_json()), encoding="utf-8")
     (folder / "README.md").write_text(statistics.page(record), encoding="utf-8")
     return folder
@@ -100,6 +87,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
 def test_it_verifies_as_it_was_made(made: dict[str, Subject], kind: str) -> None:
     subject = made[kind]
     assert failing(subject.folder / "pairs.labels.json" if kind == "labels" else subject.folder) == set()
+
+
+def test_torch_is_not_needed(made: dict[str, Subject]) -> None:
+    verify_without_torch(*(made[kind].folder for kind in ("model", "rows by a model", "rows by inference")))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("clusters", "labels")])
