@@ -105,7 +105,7 @@ def describe(args: argparse.Namespace, overrides: list[str]) -> int:
         from dpllm.text.data import value_name
 
         values = tuple(map(value_name, args.values.split(","))) if args.values else ()  # as the data's are read
-        request = embeddings.Asked(args.clusters, args.predict, values)
+        request = embeddings.EmbeddingRequest(args.clusters, args.predict, values)
         return _release(args, embeddings.offered(config, request, *cost, create=create), request.kind)
     from dpllm.releases import describe as statistics
     from dpllm.releases.asked import parse

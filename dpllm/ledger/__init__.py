@@ -1,18 +1,18 @@
 """The privacy budget of each dataset, across all runs.
 
-Comes in: budgets, accounting events, keyed hashes of records. Goes out: reservations, refusals, history. Knows nothing
-of models or training. Read ``ledger.py`` first, then ``admission.py``.
+Comes in: budgets, accounting events, keyed hashes of records. Goes out: reservations, refusals, history. Must not know
+models or training. Read ``ledger.py`` first, then ``admission.py``.
 
 Guarantee:
     In a ledger that only dpllm writes, everything ever reserved for a dataset with a budget is, together,
-    (epsilon, delta)-differentially private with the budget's epsilon and delta, for its unit and relation, also if each run
-    was chosen after seeing all results before it; or it is one reservation that came first and closed the account for good.
+    (epsilon, delta)-differentially private with the budget's epsilon and delta, for its unit and relation, even if each run
+    is chosen after seeing all earlier results; or it is a single reservation that came first and closed the account for good.
     A reservation counts in full whether its run completed, stopped or crashed, until a named person reconciles it.
-    Concurrent processes cannot overspend, and no reservation executes more steps than it paid for, nor one step twice.
+    Concurrent processes cannot overspend, and no reservation executes more steps than it paid for, or one step twice.
 
-    The ledger binds the code of dpllm. It does not stop someone who trains without it, changes every record a little
-    and gives the result a new name, deletes the file or rewrites it whole: the hash chain shows an edit in the middle,
-    but a chain that was cut or computed afresh only contradicts a head that was copied elsewhere, as run.json does.
+    The ledger binds the code of dpllm. It does not stop anyone who trains without it, changes every record a little
+    and renames the data, deletes the file or rewrites it completely: the hash chain reveals an edit in the middle, but a
+    chain that was cut or recomputed only contradicts a head that was copied elsewhere, such as to run.json.
 """
 
 from dpllm.ledger.chain import Entry

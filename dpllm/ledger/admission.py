@@ -1,12 +1,12 @@
-"""Whether runs fit a budget, which nothing here writes to.
+"""Decides whether runs fit a budget; writes nothing.
 
-Comes in: an account, and the events of runs that have not started. Goes out: why they do not fit, or how much is left.
+Comes in: an account, and the events of runs that have not started. Goes out: the reason why they do not fit, or the rest.
 
-A Renyi filter at one order, which follows from the budget (``renyi.filter_order``), holds every account. Runs are admitted while
-the Renyi divergences at that order of everything reserved add up to at most the allowance, which is the budget's epsilon less
-the price of the conversion at its delta. A group costs the sum of its runs. Each run may be chosen after seeing all results
-before it. Choosing among the runs of a group costs nothing beyond their total, as long as the choice looks at nothing but what
-they released. A choice by an un-noised figure of private evaluation data is outside it.
+A Renyi filter at one order, which follows from the budget (``renyi.filter_order``), limits every account. Runs are admitted while
+the Renyi divergences at that order of everything reserved add up to at most the allowance: the budget's epsilon minus the cost of
+the conversion at its delta. A group costs the sum of its runs. Each run may be chosen after seeing all earlier results. Choosing
+among the runs of a group costs nothing beyond their total if the choice uses only what they released. A choice by an exact
+figure of private evaluation data is not covered.
 
 The one exception is ``final``: the first reservation on an account, of a run or a group, is admitted by its exact total by PLD,
 and closes the account for good. So everything that this total covers was fixed before the first result.
@@ -32,38 +32,38 @@ from dpllm.privacy.parts import imported_delta, parts_of
 
 
 def order_of(budget: Budget) -> float:
-    """The order of a budget's filter, which no result can choose."""
-    if budget.relation == "label_changed":  # whose epsilons are known, and add up
+    """The order of a budget's filter; no result can influence it."""
+    if budget.relation == "label_changed":  # pure epsilons of labels add up
         return renyi.SUM
     return renyi.filter_order(budget.epsilon, budget.delta - budget.import_delta)
 
 
 def filter_allowance(budget: Budget) -> float:
-    """The Renyi divergence that a budget allows in all; 0 or less where its filter admits nothing."""
+    """The total Renyi divergence that a budget allows; 0 or less if its filter admits nothing."""
     assert budget.order is not None
     return renyi.allowance(budget.epsilon, budget.delta - budget.import_delta, budget.order)
 
 
 def filter_spent(account: Account, order: float) -> float:
-    """The Renyi divergence at ``order`` of everything that counts; infinite where an event has none."""
+    """The Renyi divergence at ``order`` of all counted events; infinite if an event has none."""
     counted = [*account.imports, *(run.counted_event for run in account.runs)]
     return math.fsum(divergence(event, order) for event in counted)
 
 
 @lru_cache(maxsize=65_536)
 def divergence(event: Event, order: float) -> float:
-    """The Renyi divergence of one run as the filter counts it; infinite where none is known."""
-    # The delta of imported runs does not enter it: it is set aside from the budget's.
+    """The Renyi divergence of one run for the filter; infinite if none is known."""
+    # The delta of imported runs is not part of it: it is set aside from the budget's delta.
     return renyi.divergence(parts_of(event), order) if "rdp" in accountants(event) else math.inf
 
 
 def delta_imported(account: Account, *events: Event) -> float:
-    """The deltas of imported runs, wherever they stand."""
+    """The total delta of imported runs in the account and in ``events``."""
     return math.fsum(map(imported_delta, (*account.imports, *events, *(run.event for run in account.runs))))
 
 
 def filter_left(account: Account) -> renyi.Fit | None:
-    """What is left of a budget; None without one. An allowance of 0 or less admits nothing."""
+    """The rest of a budget; None without a budget. An allowance of 0 or less admits nothing."""
     budget = account.budget
     if budget is None or budget.order is None:
         return None
@@ -73,9 +73,9 @@ def filter_left(account: Account) -> renyi.Fit | None:
 
 
 def used(account: Account, *events: Event) -> float | None:
-    """The share of a budget that is used, with ``wanted`` if given, 1 at most but for imports.
+    """The share of a budget that is used, with ``events`` if given; only imports can raise it above 1.
 
-    None without a budget, and where the account is closed by a final reservation, whose exact total says all.
+    None without a budget, and if a final reservation closed the account, since its exact total replaces the share.
     """
     budget = account.budget
     if budget is None or budget.order is None or account.final:
@@ -90,11 +90,11 @@ def used(account: Account, *events: Event) -> float | None:
 
 
 def refusal(account: Account, requests: Sequence[RunRequest]) -> str | None:
-    """Why not all of these runs, one or those reserved together, fit; None if they do."""
+    """The reason why these runs, reserved together, do not fit; None if they do."""
     if account.final:
         return (
             f"dataset {account.dataset!r} was closed for good by run {account.runs[0].reservation.run!r}, which was final: "
-            "its exact total holds only where nothing follows. Use other data."
+            "its exact total holds only if nothing follows. Use other data."
         )
     if any(request.final for request in requests):
         return _over_exact(account, requests)
@@ -109,8 +109,8 @@ def _over_exact(account: Account, requests: Sequence[RunRequest]) -> str | None:
     subject, budget = f"dataset {account.dataset!r}", account.budget
     if account.used:
         return (
-            f"{subject} has runs or imports already, and only the first reservation may be final: one that was chosen after a "
-            "result is not covered by an exact total. Leave --final (privacy.final) out."
+            f"{subject} has runs or imports already, and only the first reservation may be final: an exact total does not cover "
+            "a run that was chosen after a result. Leave --final (privacy.final) out."
         )
     if budget is None or (total := _exact(budget, requests)) <= budget.epsilon:
         return None
@@ -135,14 +135,14 @@ def _over_filter(account: Account, budget: Budget, requests: Sequence[RunRequest
         return None
     if math.isinf(remaining.allowance):
         return (
-            f"{subject}: what was spent before its budget was set has no Renyi divergence at order {remaining.order:g}, so that "
+            f"{subject}: what was spent before its budget was set has no Renyi divergence at order {remaining.order:g}, so "
             "nothing more is admitted. Use other data."
         )
     runs, pronoun = ("this run", "it") if count == 1 else (f"these {count} runs", "them")
     if math.isinf(cost):
         problem = (
-            f"{runs} cannot be counted beside others: dpllm knows no Renyi divergence of {pronoun} (data.sampling: example, or "
-            "too little noise)"
+            f"{runs} cannot be added to others: dpllm knows no Renyi divergence of {pronoun} (data.sampling: example, or too "
+            "little noise)"
         )
         fix = "Set data.sampling: unit, raise privacy.noise_multiplier, or use other data, where it can be final."
     else:
@@ -163,7 +163,7 @@ def _over_filter(account: Account, budget: Budget, requests: Sequence[RunRequest
 
 
 def runs_that_fit(account: Account, *events: Event) -> int | None:
-    """How many reservations like this one fit besides what there is; None without a budget."""
+    """How many more reservations with these events fit; None without a budget."""
     remaining = filter_left(account)
     if remaining is None:
         return None
@@ -172,10 +172,10 @@ def runs_that_fit(account: Account, *events: Event) -> int | None:
 
 
 def group_total(account: Account, name: str) -> dict[str, Any]:
-    """What all runs of a tuning group come to, in full, at the budget's delta or else the largest that a run states.
+    """The total of all runs of a tuning group, at the budget's delta or else the largest delta that a run states.
 
     Guarantee:
-        The runs were fixed before the first of them, so that their composition by PLD holds for all of them together.
+        The runs were fixed before the first of them started, so their composition by PLD holds for all of them together.
     """
     runs = account.groups()[name]
     delta = account.budget.delta if account.budget else max(run.reservation.delta for run in runs)
@@ -184,7 +184,7 @@ def group_total(account: Account, name: str) -> dict[str, Any]:
 
 
 def account_totals(account: Account, spent: float, group: str | None) -> dict[str, Any]:
-    """What run.json and the card say of an account whose runs come to epsilon ``spent`` by PLD, and of a group of them."""
+    """The account for run.json and the card: ``spent`` is the epsilon of its runs by PLD, ``group`` a tuning group."""
     budget, share = account.budget, used(account)
     if account.flaws():
         share, spent = None, math.inf

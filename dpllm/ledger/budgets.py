@@ -1,8 +1,8 @@
-"""What is entered into the ledger: budgets and what is reserved of them, exceptions, and runs that were made elsewhere.
+"""Entries of the ledger: budgets, reservations, exceptions, and runs that were made elsewhere.
 
-Comes in: a ledger, and who wants what, and why; or whole runs before they start: one, or all runs of a tuning group. Goes out:
-entries of the chain, each of which is made once and stays, or a refusal that writes nothing; a ``Reservation``. ``admission``
-says what fits. Must not know what a step does.
+Comes in: a ledger, and a request with a name and a reason; or whole runs before they start: one, or all runs of a tuning group.
+Goes out: permanent entries of the chain, or a refusal that writes nothing; a ``Reservation``. ``admission`` decides what fits.
+Must not know what a step computes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from dpllm.privacy.parts import imported_delta
 
 
 def set_budget(ledger: Ledger, dataset: str, budget: Budget, *, records: Fingerprint | None = None) -> Budget:
-    """Fixes what all runs on ``dataset`` may spend; its owner may correct it as long as nothing is spent.
+    """Sets the budget of all runs on ``dataset``; its owner may correct it until something is spent.
 
-    With ``records``, what the name stands for, it protects copies from now on. Its order follows from its other values, so that
-    no result can have chosen it.
+    With ``records``, the data of that name, it covers copies from now on. The order follows from the other values, so no result
+    can have influenced it.
 
     Raises:
         ConfigError: A value is out of range.
-        Refused: Another budget is set, by somebody else or with something spent; runs with another unit or relation are
-            reserved, or a final one; or the data are those of another dataset.
+        Refused: Another budget is set, by another owner or with something spent; runs with another unit or relation, or a
+            final run, are reserved; or the records are those of another dataset.
     """
     new = replace(budget, epsilon=float(budget.epsilon), delta=float(budget.delta), order=None)
     check_budget(dataset, new)
@@ -40,7 +40,7 @@ def set_budget(ledger: Ledger, dataset: str, budget: Budget, *, records: Fingerp
     with ledger.chain.writing():
         account = ledger.account(dataset)
         if account.dataset != dataset:
-            problem = f"dataset {dataset!r} derives from {account.dataset!r}, to which it is charged. Set the budget of that one."
+            problem = f"dataset {dataset!r} derives from {account.dataset!r}, which is charged for it. Set that budget."
             raise Refused(problem, dataset=dataset, reason="derived")
         if account.budget is None:
             ledger.same_unit(dataset, new.unit, new.relation)
@@ -56,7 +56,7 @@ def set_budget(ledger: Ledger, dataset: str, budget: Budget, *, records: Fingerp
 
 
 def _corrected(account: Account, current: Budget, new: Budget) -> Budget:
-    # What init chooses by itself does not make the same wish another budget.
+    # Values that ledger init chooses by itself do not make an equal request another budget.
     comparable = replace(new, by=current.by, reason=current.reason, order=current.order)
     if account.used and comparable.import_delta <= current.import_delta:
         comparable = replace(comparable, import_delta=current.import_delta)
@@ -80,8 +80,8 @@ def _setting_imports_aside(account: Account, new: Budget) -> Budget:
     imported = admission.delta_imported(account)
     if not imported < new.delta:
         raise Refused(
-            f"dataset {account.dataset!r}: imported runs spent a delta of {imported:g}, and {new.delta:g} for everything "
-            "together leaves no room beside it. Set a larger --delta, or use other data.",
+            f"dataset {account.dataset!r}: imported runs spent a delta of {imported:g}, so {new.delta:g} for everything "
+            "together leaves nothing for runs. Set a larger --delta, or use other data.",
             dataset=account.dataset,
             reason="over_budget",
         )
@@ -91,12 +91,12 @@ def _setting_imports_aside(account: Account, new: Budget) -> Budget:
 def import_run(
     ledger: Ledger, dataset: str, *, event: Event, run: str, unit: str, relation: Relation, by: str, reason: str
 ) -> None:
-    """Enters what was spent on ``dataset`` elsewhere. A fact is not refused, also where it exceeds the budget.
+    """Enters a run that was made elsewhere on ``dataset``. It is a fact, so it is entered even if it exceeds the budget.
 
-    ``event`` is an ``Imported`` where no more is known.
+    ``event`` is an ``Imported`` if no more is known.
 
     Raises:
-        Refused: Its unit or relation is another than this dataset's.
+        Refused: Its unit or relation differs from the dataset's.
         ConfigError: The event is malformed, or nobody is named.
     """
     check_person("a run made elsewhere is entered", by, reason)
@@ -104,8 +104,8 @@ def import_run(
     if not unit.strip() or relation not in get_args(Relation):
         raise ConfigError(f"an import needs a unit, and one of the relations {', '.join(get_args(Relation))}.")
     if relation == "label_changed" and imported_delta(event):
-        raise ConfigError("epsilons of labels add up where none has a delta. Enter one that holds with --delta 0.")
-    epsilon(event, 1e-5, relation)  # refuses what is malformed, and what no accountant can add up later
+        raise ConfigError("epsilons of labels add up only without a delta. Enter one that holds with --delta 0.")
+    epsilon(event, 1e-5, relation)  # refuses events that are malformed or that no accountant can compose later
     ledger.refuse_if_tampered()
     with ledger.chain.writing():
         name = ledger.records.account_name(dataset)
@@ -128,8 +128,8 @@ def except_from_privacy(ledger: Ledger, dataset: str, by: str, reason: str) -> N
         account = ledger.account(dataset)
         if account.budget is not None and account.budget.by != by:
             raise Refused(
-                f"the budget of dataset {account.dataset!r} was set by {account.budget.by or 'nobody named'!r}, who alone may "
-                "except it from privacy. Ask for an exception, or set privacy.enabled: true.",
+                f"the budget of dataset {account.dataset!r} was set by {account.budget.by or 'nobody named'!r}, and nobody else "
+                "may except it from privacy. Ask for an exception, or set privacy.enabled: true.",
                 dataset=account.dataset,
                 reason="not_owner",
             )
@@ -137,7 +137,7 @@ def except_from_privacy(ledger: Ledger, dataset: str, by: str, reason: str) -> N
 
 
 def adopt(ledger: Ledger, by: str, reason: str) -> None:
-    """Binds a ledger to the place where it lies now, which the chain records.
+    """Binds a ledger to its present place; the chain records who did so.
 
     Raises:
         Refused: The chain was tampered with.
@@ -173,18 +173,18 @@ def reserve_all(
 ) -> list[Claim]:
     """Charges whole runs before the first of them starts, or refuses them all and writes nothing.
 
-    All have one unit and relation; ``group`` names those of a sweep. Where one asks to be ``final``, all of them are together.
-    The name ``dataset`` stands for ``records``; a subset or a changed copy is charged to the dataset that it is ``derived_from``.
-    With ``once``, they must be the first to be charged for any of these ``records``.
+    All runs have one unit and relation; ``group`` names the runs of a sweep. If one asks to be ``final``, all are final together.
+    ``records`` are the data of ``dataset``; a subset or a changed copy is charged to the dataset that it is ``derived_from``.
+    With ``once``, no earlier run may have been charged for any of these ``records``.
 
     Raises:
-        BudgetExceeded: The budget does not admit all of them, or the account is closed by a final reservation.
-        Refused: Another unit or relation than before, or a chain that was tampered with.
+        BudgetExceeded: The budget does not admit all of them, or a final reservation closed the account.
+        Refused: The unit or relation differs from earlier runs, or the chain was tampered with.
         ConfigError: An event is malformed or pays for too few steps, or the group has runs already.
 
     Guarantee:
-        The check and the charge are one transaction: however many processes reserve at once, what they reserve together
-        is within the budget, nothing joins a final reservation, and of a group either every run has its place or none has.
+        The check and the charge are one transaction: however many processes reserve at once, their reservations together
+        are within the budget, nothing joins a final reservation, and either all runs of a group are reserved or none.
     """
     check_name(dataset)
     [(unit, relation)] = {(request.unit, request.relation) for request in requests}
@@ -206,8 +206,8 @@ def reserve_all(
             raise BudgetExceeded(problem, dataset=account.dataset, reason="over_budget")
         return account
 
-    # Composition can take seconds, and the write lock stops everyone else, so it is computed first. Where a rival was quicker, it
-    # is computed again under the lock: outside, rivals could be quicker without end.
+    # Composition can take seconds and the write lock blocks everyone else, so it is computed first. If another process reserved
+    # meanwhile, it is computed again under the lock: outside the lock, that could repeat without end.
     with ledger.chain.moment():
         length, account = ledger.chain.length, admitting_account()
     with ledger.chain.writing():
@@ -222,7 +222,7 @@ def reserve_all(
 
 def _append(ledger: Ledger, dataset: str, account: str, request: RunRequest, cost: float, group: str | None) -> Claim:
     claim = Claim(
-        entry=secrets.token_hex(8),  # random, so that an entry means no other run in another ledger
+        entry=secrets.token_hex(8),  # random, so it names no run of another ledger
         dataset=account,
         run=request.run,
         num_steps=request.num_steps,
@@ -243,10 +243,10 @@ def _append(ledger: Ledger, dataset: str, account: str, request: RunRequest, cos
 def use_reservation(
     ledger: Ledger, entry: str, *, dataset: str, event: Event, num_steps: int, records: Fingerprint | None = None
 ) -> Claim:
-    """The place of a run that was reserved before, as one of a group, for the account ``dataset``.
+    """The claim of a run that was reserved earlier in a group, on the account ``dataset``.
 
     Raises:
-        Refused: Another run has begun with it, it is closed, or it was reserved for something else or other records.
+        Refused: Another run has begun with it, it is closed, or it was made for another plan or other records.
         ConfigError: This ledger has no such reservation.
     """
     ledger.refuse_if_tampered()
@@ -255,18 +255,18 @@ def use_reservation(
     if run.state != "reserved" or run.steps:
         raise Refused(
             f"reservation {entry} of run {claim.run!r} is {run.state} after {run.steps} of {claim.num_steps} steps, so no run "
-            "can begin with it. Resume the run that did, or start another sweep, which reserves its own."
+            "can begin with it. Resume the run that began with it, or start another sweep, which reserves its own."
         )
     if (claim.dataset, run.event, claim.num_steps) != (dataset, event, num_steps):
         raise Refused(
-            f"reservation {entry} was made for other data, noise, sampling rate or steps than this run has, and what runs must "
-            "be what is accounted. Put recipe and data back as they were, or start another sweep."
+            f"reservation {entry} was made for other data, noise, sampling rate or steps than this run has, and a run must be "
+            "the one that is accounted. Put recipe and data back as they were, or start another sweep."
         )
     registered = ledger.records.of_account(dataset)
     if records is not None and registered and records.digest not in registered:
         raise Refused(
             f"data.train no longer holds the records that reservation {entry} was made for, so its steps would be charged to "
-            "other people's data. Put the file of that time back, or start another sweep."
+            "other people's data. Restore the earlier file, or start another sweep."
         )
     return claim
 
@@ -276,7 +276,7 @@ def _cost(dataset: str, request: RunRequest) -> float:
     if not 0 <= request.num_steps <= num_steps:
         raise ConfigError(
             f"the event pays for {num_steps} steps of a run on {dataset!r} that has {request.num_steps}: "
-            "what runs must be what is accounted. Build both from one Plan."
+            "a run must be the one that is accounted. Build both from one Plan."
         )
     cost = epsilon(request.event, request.delta, request.relation)
     if math.isinf(cost):
@@ -289,21 +289,21 @@ def _cost(dataset: str, request: RunRequest) -> float:
 
 @dataclass(frozen=True)
 class Reservation:
-    """What one run has reserved, and charges step by step.
+    """The reservation of one run, which is charged step by step.
 
-    Without differential privacy, and in other processes than the first, there is no ledger, and calls do nothing.
+    Without differential privacy, and in every process but the first, there is no ledger, and calls do nothing.
     """
 
     entry: str | None = None
     ledger: Ledger | None = None
 
     def charge(self, step: int) -> None:
-        """Writes down that step ``step``, counted from 1, is about to be taken; refuses what was not reserved, or is taken."""
+        """Records that step ``step``, counted from 1, is about to be taken; refuses a step that is not reserved or was taken."""
         if self.ledger is not None and self.entry is not None:
             self.ledger.charge(self.entry, step)
 
     def finish(self, status: Literal["completed", "interrupted"], manifest: str | None = None) -> None:
-        """Closes the reservation, with a digest of what was written."""
+        """Closes the reservation, with a digest of the files that were written."""
         if self.ledger is not None and self.entry is not None:
             self.ledger.finish(self.entry, status, manifest)
 
@@ -313,7 +313,7 @@ class Reservation:
             self.ledger.close()
 
     def to_json(self, delta: float | None) -> dict[str, Any] | None:
-        """What is said of the ledger, at its budget's delta or else this one; None without differential privacy."""
+        """The account for run.json, at the budget's delta or else ``delta``; None without differential privacy."""
         if self.ledger is None or delta is None or self.entry is None:
             return None
         ledger, claim = self.ledger, self.ledger.run(self.entry).reservation

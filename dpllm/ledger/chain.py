@@ -1,10 +1,10 @@
-"""The hash chain: what was entered, in which order, how an edit shows, and its export, which an auditor can check.
+"""The hash chain: entries in order, detection of edits, and an export that an auditor can check.
 
-Comes in: a store, or an export. Goes out: links, and what contradicts them. Must not know what decides about a budget.
+Comes in: a store, or an export. Goes out: links, and contradictions. Must not know how budgets admit runs.
 
-A copy of a ledger would be a second budget. So the first write notes where the ledger belongs, beside the chain: an export shows
-no path, and dpllm writes nowhere else. This finds mistakes: it does not stop somebody who edits the file, and a cloned machine
-looks like the first one.
+A copy of a ledger would be a second budget. So the first write records the ledger's place, outside the chain, so that exports
+show no path; dpllm then refuses to write to a copy. This finds mistakes: it does not stop anyone who edits the file, and a cloned
+machine looks like the original.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dpllm.ledger.store import SCHEMA_VERSION, LedgerIdentity, Store
 GENESIS = "0" * 64
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 BUDGET = {"epsilon", "delta", "unit", "relation"}
-# Every kind of entry, and what its payload must say.
+# Kind of an entry -> fields that its payload must have.
 KINDS = {
     "budget": BUDGET | {"order"},
     "reserve": BUDGET | {"entry", "run", "num_steps", "event", "final"},
@@ -39,7 +39,7 @@ KINDS = {
 
 
 class Entry(NamedTuple):
-    """One link as it is stored: ``payload`` is JSON, ``hash`` covers all the rest."""
+    """One link as stored: ``payload`` is JSON, and ``hash`` covers all other fields."""
 
     seq: int
     kind: str
@@ -50,15 +50,15 @@ class Entry(NamedTuple):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the payload says, not to be changed; refused where it is not readable."""
+        """The parsed payload, which must not be changed; refused if it cannot be read."""
         return _facts(self.payload, self.seq)
 
     def expected_hash(self) -> str:
-        """SHA-256 of the previous link's hash and of this row in canonical JSON; empty for a row that dpllm never writes."""
+        """SHA-256 of the previous link's hash and this row in canonical JSON; empty for a row that dpllm never writes."""
         texts = (self.kind, self.dataset, self.payload, self.prev_hash)
         if type(self.seq) is not int or not all(type(text) is str for text in texts):
             return ""
-        # As each hash enters the next one, an edit of one link shows unless all that follow are computed anew.
+        # Each hash enters the next one, so an edit of one link shows unless all later hashes are recomputed.
         row = [self.seq, self.kind, self.dataset, self.payload]
         return hashlib.sha256((self.prev_hash + canonical(row)).encode()).hexdigest()
 
@@ -71,7 +71,7 @@ def _facts(payload: str, seq: int) -> dict[str, Any]:
             raise ValueError
     except (TypeError, ValueError, RecursionError):
         raise Refused(
-            f"entry {seq} of the ledger is not readable, so what is left of any budget is unknown. Restore the ledger "
+            f"entry {seq} of the ledger cannot be read, so what is left of any budget is unknown. Restore the ledger "
             "from a backup.",
             reason="tampered",
         ) from None
@@ -79,12 +79,12 @@ def _facts(payload: str, seq: int) -> dict[str, Any]:
 
 
 def canonical(value: object) -> str:
-    """JSON with sorted keys and no spaces; two equal values have one text."""
+    """JSON with sorted keys and no spaces; equal values have equal texts."""
     return _ENCODER.encode(value)
 
 
 def broken(entries: Sequence[Entry], last_seq: int = 0, previous: str = GENESIS) -> list[str]:
-    """What is wrong with links that should follow link number ``after``, whose hash is ``previous``."""
+    """Problems of links that should follow link number ``last_seq``, whose hash is ``previous``."""
     problems = []
     for number, entry in enumerate(entries, start=last_seq + 1):
         if (entry.seq, entry.prev_hash, entry.hash) != (number, previous, entry.expected_hash()):
@@ -94,17 +94,17 @@ def broken(entries: Sequence[Entry], last_seq: int = 0, previous: str = GENESIS)
 
 
 def _malformed(entry: Entry) -> bool:
-    """Whether a link whose hash holds is one that dpllm would not have written."""
+    """Whether dpllm never writes such a link, although its hash is right."""
     try:
         needed, facts = KINDS[entry.kind], entry.facts
         counts = [facts[name] for name in needed & {"steps", "num_steps"}]
         return not (needed <= facts.keys() and isinstance(facts["at"], str) and all(type(n) is int for n in counts))
-    except (Refused, KeyError, TypeError):  # of an export: a kind or a payload that is no text
+    except (Refused, KeyError, TypeError):  # in an export, the kind or the payload may not be text
         return True
 
 
 def contradictions(entries: Sequence[Entry], executed: Mapping[str, int], head: dict[str, Any] | None) -> list[str]:
-    """Where the steps of runs, or an earlier head, do not go with links that are in order among themselves."""
+    """Contradictions between a consistent chain and the executed steps of its runs, or an earlier head."""
     problems = []
     if head and head.get("count"):
         count = head["count"]
@@ -123,44 +123,44 @@ def contradictions(entries: Sequence[Entry], executed: Mapping[str, int], head: 
 
 
 class Chain:
-    """The entries of one store. A link is read once, checked, and kept: what decides is never an unchecked row."""
+    """The entries of one store. Each link is read once, checked and kept, so no decision uses an unchecked row."""
 
     def __init__(self, store: Store) -> None:
-        """Nothing is read yet."""
+        """Reads nothing yet."""
         self.store = store
         self._links: list[Entry] = []
         self._index: dict[tuple[str, str], list[Entry]] = {}  # dataset and kind -> links
         self._holds = 0
 
     def stored(self, condition: str = "", *values: object) -> list[Entry]:
-        """Links as they are stored, of which nothing is checked."""
+        """Links as stored, unchecked."""
         columns = ", ".join(Entry._fields)
         rows = self.store.rows(f"SELECT {columns} FROM entries {condition} ORDER BY seq", *values)
         return [Entry._make(row) for row in rows]
 
     def of(self, dataset: str, *kinds: str) -> list[Entry]:
-        """Links of a dataset, of all or of these kinds, oldest first; refused where something else changed the chain."""
+        """Links of a dataset, of all or of these kinds, oldest first; refused if anything but dpllm changed the chain."""
         self._follow()
         return sorted(entry for kind in kinds or KINDS for entry in self._index.get((dataset, kind), ()))
 
     def datasets(self) -> list[str]:
-        """Every name of which a link speaks."""
+        """Every dataset name in the chain, sorted."""
         self._follow()
         return sorted({dataset for dataset, kind in self._index if kind != "adopt"})
 
     @property
     def length(self) -> int:
-        """How many links there are, within ``moment`` or ``writing``."""
+        """The number of links, within ``moment`` or ``writing``."""
         return len(self._links)
 
     def numbered(self, seq: int) -> Entry | None:
-        """The link of this number, if there is one."""
+        """The link with this number; None if there is none."""
         self._follow()
         return self._links[seq - 1] if 0 < seq <= len(self._links) else None
 
     @contextmanager
     def moment(self) -> Iterator[None]:
-        """Inside, all links are those of one moment."""
+        """Inside, all reads see the same links."""
         self._follow()
         self._holds += 1
         try:
@@ -173,7 +173,7 @@ class Chain:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Reads and checks what was added since; that the last known link still stands shows cuts and rewriting."""
+        """Reads and checks new links; rereads the last known link, which reveals cuts and rewriting."""
         length = len(self._links)
         added = self.stored("WHERE seq >= ?", max(length, 1))
         if length:
@@ -193,10 +193,10 @@ class Chain:
 
     @contextmanager
     def writing(self, *, adopting: bool = False) -> Iterator[None]:
-        """A transaction in which nobody else writes, after reading what others wrote; undone if it fails.
+        """A transaction in which nobody else writes; reads first what others wrote, and is undone if it fails.
 
         Raises:
-            Refused: This is a copy of a ledger that belongs elsewhere, and nobody is ``adopting`` it.
+            Refused: This is a copy of a ledger that belongs elsewhere, and the call is not ``adopting`` it.
         """
         before = None
         try:
@@ -217,10 +217,10 @@ class Chain:
             raise
 
     def append(self, kind: str, dataset: str, content: dict[str, Any]) -> int:
-        """Adds a link, within ``writing``, with the time of this machine in UTC; returns its number.
+        """Adds a link, within ``writing``, with this machine's time in UTC; returns its number.
 
         Raises:
-            ConfigError: It is one that no process could read again.
+            ConfigError: No process could read the link again.
         """
         payload = canonical({**content, "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
         entry = Entry(len(self._links) + 1, kind, dataset, payload, self._last_hash(), "")
@@ -232,18 +232,18 @@ class Chain:
         return entry.seq
 
     def head(self) -> dict[str, Any]:
-        """Hash of the last link and number of links, as they are stored."""
+        """Hash of the last link and number of links, as stored."""
         last = self.store.rows("SELECT seq, hash FROM entries WHERE seq = (SELECT MAX(seq) FROM entries)")
         return {"hash": last[0][1] if last else GENESIS, "count": last[0][0] if last else 0}
 
     def verify(self, head: dict[str, Any] | None = None) -> list[str]:
         """Compares every stored link, and the steps of all runs, with the chain; see ``Ledger.verify``."""
-        with self.store.read():  # all tables of one moment
+        with self.store.read():  # one snapshot of all tables
             stored = self.stored()
             executed = dict(self.store.rows("SELECT entry, steps FROM progress"))
             missing = self.store.missing_guards()
         length = len(self._links)
-        if stored[:length] == self._links:  # what is equal to a link that was checked is checked
+        if stored[:length] == self._links:  # these links were checked before
             problems = broken(stored[length:], length, self._last_hash())
         else:
             problems = broken(stored) or ["the chain is another than this process read before."]
@@ -254,7 +254,7 @@ class Chain:
         return contradictions(self._links, executed, head)
 
     def refuse(self, problems: list[str]) -> None:
-        """Raises a refusal if there is any problem."""
+        """Refuses if there is any problem."""
         if problems:
             raise Refused(
                 f"ledger {self.store.location} was changed by something other than dpllm, so what is left "
@@ -263,7 +263,7 @@ class Chain:
             )
 
     def export(self) -> dict[str, Any]:
-        """The whole chain and the steps of every run, as JSON; neither fingerprints nor their key."""
+        """The whole chain and the steps of every run, as JSON; without fingerprints and their key."""
         with self.store.read():
             entries = [entry._asdict() for entry in self.stored()]
             progress = dict(self.store.rows("SELECT entry, steps FROM progress ORDER BY seq"))
@@ -275,7 +275,7 @@ def read_export(value: dict[str, Any], path: Path) -> list[Entry]:
     """The links of an export.
 
     Raises:
-        ConfigError: It is none, or one of another version.
+        ConfigError: The value is not an export of a ledger, or has another version.
     """
     try:
         is_export = (value["kind"], value["version"]) == ("dpllm ledger", SCHEMA_VERSION)
@@ -284,12 +284,12 @@ def read_export(value: dict[str, Any], path: Path) -> list[Entry]:
         return _links(value)
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
-            f"{path}: is no export of a ledger of version {SCHEMA_VERSION}. Make one with dpllm ledger export --output FILE."
+            f"{path}: is not an export of a ledger of version {SCHEMA_VERSION}. Make one with dpllm ledger export --output FILE."
         ) from None
 
 
 def verify_export(value: dict[str, Any], head: dict[str, Any] | None = None) -> list[str]:
-    """What is wrong with an export that ``read_export`` accepts, whose chain must contain ``head``; empty if nothing is."""
+    """Problems of an export that ``read_export`` accepts; its chain must contain ``head``."""
     entries = _links(value)
     if problems := broken(entries):
         return problems
@@ -303,11 +303,11 @@ def _links(value: dict[str, Any]) -> list[Entry]:
 
 
 def is_bound(store: Store) -> bool:
-    """Whether the ledger's place is written down as it is now; False also if it was renamed, mounted or restored since.
+    """Whether the recorded place is the ledger's present one; False also after it was renamed, mounted elsewhere or restored.
 
     Raises:
-        Refused: It is a copy of one that belongs elsewhere.
-        ConfigError: What is written down is no place.
+        Refused: This is a copy of a ledger that belongs elsewhere.
+        ConfigError: The recorded place cannot be read.
     """
     rows = store.rows("SELECT value FROM meta WHERE key = 'place'")
     if not rows:
@@ -322,29 +322,29 @@ def is_bound(store: Store) -> bool:
     if not is_same_place:
         raise Refused(
             f"ledger {store.location} is a copy of {bound['path']} on {bound['host']!r}, and two copies would be two budgets for "
-            "the same data. If that one is still used, set privacy.ledger to it. If it moved here for good, type: dpllm ledger "
+            "the same data. If that one is still in use, set privacy.ledger to it. If it moved here for good, type: dpllm ledger "
             f"adopt --ledger {store.location} --by NAME --reason WHY."
         )
     return bound == identity
 
 
 def _same_file(bound: LedgerIdentity, identity: LedgerIdentity) -> bool:
-    """A file that was renamed, or mounted elsewhere, keeps its number; a backup that was put back keeps host and path."""
+    """Whether both are the same file: a renamed or remounted file keeps its number; a restored backup keeps host and path."""
     if bound["file"] != identity["file"] or bound["path"] == identity["path"]:
         return bound["file"] == identity["file"]
-    # Another file where this one was before would be taken for a backup that was put back. And this very file has a journal for
-    # each of two hard links, of which SQLite reads one: what was reserved by the other name would be lost.
+    # Another file at the recorded path would be taken for a restored backup. And if both paths are hard links to this file, each
+    # has its own journal and SQLite reads only one of them: reservations by the other name would be lost.
     if bound["device"] != identity["device"]:
         return False
     if not (identity["device"] and bound["host"] == identity["host"] and os.path.exists(bound["path"])):
         return True
-    # One name in one directory, which is mounted in two places.
+    # The same name in the same directory, which is mounted in two places.
     (folder, name), (other_folder, other_name) = os.path.split(bound["path"]), os.path.split(identity["path"])
     return name == other_name and os.path.samefile(folder, other_folder)
 
 
 def bind(store: Store) -> None:
-    """Writes down that the ledger belongs where it lies now."""
+    """Records the ledger's present place as the one where it belongs."""
     if store.rows("SELECT 1 FROM meta WHERE key = 'place'"):
         store.rows("UPDATE meta SET value = ? WHERE key = 'place'", json.dumps(store.identity))
     else:

@@ -1,7 +1,7 @@
-"""Which account a recipe's data belong to, and what may be done with them.
+"""The account of a recipe's data, and the permitted uses of these data.
 
-Comes in: the recipe and its rows. Goes out: a ``DatasetPolicy``, or a refusal. Every command that trains or plans asks here.
-This binds the code of dpllm: it does not stop other programs, nor somebody who changes every record a little.
+Comes in: the recipe and its rows. Goes out: a ``DatasetPolicy``, or a refusal. Every command that trains or plans calls it.
+This binds the code of dpllm: it does not stop other programs, or anyone who changes every record a little.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from dpllm.text.layouts import FIELDS
 
 @dataclass(frozen=True)
 class DatasetPolicy:
-    """Whose data a recipe trains on."""
+    """The dataset of a recipe, its account and its records."""
 
-    dataset: str  # their name in the ledger
-    derived_from: str | None  # the dataset that is charged instead, where the recipe declares one
-    records: Fingerprint | None  # what the name stands for; None where there is no ledger yet
-    deviations: tuple[str, ...]  # what every later card must say
+    dataset: str  # name in the ledger
+    derived_from: str | None  # the dataset that is charged instead, if the recipe declares one
+    records: Fingerprint | None  # the records of the name; None if there is no ledger yet
+    deviations: tuple[str, ...]  # deviations that every later card must state
 
 
 def find_policy(config: RunConfig, table: Table, held_out: Table | None, ledger: Ledger | None) -> DatasetPolicy:
-    """Finds the account of a recipe's training rows, and refuses what it, or the evaluation rows, do not permit.
+    """Finds the account of a recipe's training rows; refuses uses that the account or the evaluation rows do not permit.
 
     Raises:
-        Refused: Training without differential privacy on data that are not declared public, or that have a budget, or with
-            ``insecure_seed`` on data with a budget, and no exception of its owner; records that are another dataset of the
-            ledger; evaluation data that train, or that are declared public and are not.
+        Refused: Without an exception of the owner: training without differential privacy on data that have a budget or are not
+            declared public, or ``insecure_seed`` on data with a budget. Always: records of another dataset of the ledger;
+            evaluation data that are training data, or that are declared public and are private.
         ConfigError: ``privacy.derived_from`` names no dataset of the ledger, or the name of the data cannot be published.
     """
     records = fingerprint(table.parts(), FIELDS[table.format], ledger.records.key()) if ledger else None
@@ -51,11 +51,11 @@ def find_policy(config: RunConfig, table: Table, held_out: Table | None, ledger:
     check_name(name)  # before anything is charged under it
     if names.is_absolute(name):
         raise ConfigError(
-            f"privacy.dataset: {name!r} says where data lie on this machine, so no card can hold it, and none could be written "
-            "after the run is charged. Type a name, such as notes."
+            f"privacy.dataset: {name!r} is a path of this machine, which no card may hold, so none could be written after the "
+            "run is charged. Type a name, such as notes."
         )
     if parent is not None and ledger is None:
-        raise ConfigError(f"privacy.derived_from: there is no ledger yet that knows {parent!r}. Remove the key.")
+        raise ConfigError(f"privacy.derived_from: there is no ledger yet that holds {parent!r}. Remove the key.")
     account = None
     if ledger and records:
         if clash := ledger.records.conflict(name, records, parent):
@@ -70,14 +70,14 @@ def find_policy(config: RunConfig, table: Table, held_out: Table | None, ledger:
 
 
 class Terms(TypedDict):
-    """What a budget asks of a plan; arguments of ``run.promise.plan_of``."""
+    """Limits that a budget sets for a plan; arguments of ``run.promise.plan_of``."""
 
     fit: Fit | None
     largest_delta: float
 
 
 def terms(ledger: Ledger | None, dataset: str, derived_from: str | None, fit_budget: bool = False) -> Terms:
-    """What is left of a budget where the run is to fit it, and the largest delta that it leaves to ``privacy.delta: auto``."""
+    """The rest of the budget, if the run is to fit it, and the largest delta for ``privacy.delta: auto``."""
     if ledger is None:
         return {"fit": None, "largest_delta": 1.0}
     account = ledger.account(ledger.records.charged_to(dataset, derived_from))
@@ -90,13 +90,13 @@ def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> Non
         status = "has a privacy budget" if budgeted else "is not declared public"
         public = "" if budgeted else ", or data.public: true if the data are"
         problem = (
-            f"privacy.enabled: false on dataset {name!r}, which {status}: whatever it holds could be read out of the adapter. "
+            f"privacy.enabled: false on dataset {name!r}, which {status}: its texts could be extracted from the adapter. "
             f"Set privacy.enabled: true{public}"
         )
     elif config.privacy.enabled and budgeted and config.privacy.insecure_seed is not None:
         problem = (
-            f"privacy.insecure_seed on dataset {name!r}, which has a privacy budget: who knows the seed can take the noise off. "
-            "Remove privacy.insecure_seed"
+            f"privacy.insecure_seed on dataset {name!r}, which has a privacy budget: anyone who knows the seed can remove the "
+            "noise. Remove privacy.insecure_seed"
         )
     else:
         return
@@ -111,7 +111,7 @@ def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> Non
 def _check_evaluation(
     config: RunConfig, held_out: Table, train_records: Fingerprint, ledger: Ledger | None, dataset: str
 ) -> None:
-    """Refuses evaluation data that are training data, or declared public and private after all: exact losses are published."""
+    """Refuses evaluation data that are training data, or that are declared public and are private: their losses are published."""
     key = ledger.records.key() if ledger else b"compared here"
     records = fingerprint(held_out.parts(), FIELDS[held_out.format], key)
     share, private_source = share_in_common(records.hashes, train_records.hashes), None
@@ -125,12 +125,12 @@ def _check_evaluation(
     if private_source:
         raise Refused(
             f"data.eval is declared public and shares records with {private_source}: exact losses on them would "
-            "stand in run.json and on the card. Set data.eval_public: false, or evaluate on other data.",
+            "be in run.json and on the card. Set data.eval_public: false, or evaluate on other data.",
             reason="public_evaluation",
         )
     if 2 * rows_among(held_out.parts(), FIELDS[held_out.format], key, train_records) > len(held_out.rows):
         raise Refused(
-            "data.eval holds mostly rows of data.train, so that its figures would tell what the model remembers and not what it "
+            "data.eval holds mostly rows of data.train, so its figures would measure what the model remembers and not what it "
             "learned. Set data.eval to rows that do not train, or to null.",
             dataset=dataset,
             reason="evaluation_trains",
@@ -138,15 +138,15 @@ def _check_evaluation(
 
 
 def records_of(source: str, ledger: Ledger, unit: str, relation: Relation = "zero_out") -> tuple[Fingerprint, int]:
-    """The records of a data file, or of the training data of a recipe, or their labels, for a budget about to be set.
+    """The records, or labels, of a data file or of a recipe's training data, for a budget about to be set.
 
     Returns:
-        The records, and the number of units: distinct values of the column ``unit``, rows where it is "example", or rows of which
-        no two have an owner in common where rows have several.
+        The records, and the number of units: distinct values of the column ``unit``; rows, if it is "example"; or rows of which
+        no two share an owner, if rows have several owners.
 
     Raises:
-        ConfigError: ``source`` can be read as neither.
-        DataError: A row that names no unit.
+        ConfigError: The recipe has another unit than the budget, or labels are asked of rows that are not pairs.
+        DataError: A row names no unit.
     """
     recipe = Path(source).suffix in (".yaml", ".yml")
     settings = load_config(source).data if recipe else DataConfig(train=source)
@@ -162,12 +162,10 @@ def records_of(source: str, ledger: Ledger, unit: str, relation: Relation = "zer
     except DataError as error:
         if recipe:
             raise
-        raise DataError(
-            f"{error} Here a recipe says how rows are read: type --data RECIPE in place of the file."
-        ) from None
+        raise DataError(f"{error} A recipe can say how rows are read: type --data RECIPE, not the file.") from None
     units = len(data.group_rows(table, by_unit))
     labels = relation == "label_changed"
     if labels and table.format != "preference":
-        raise ConfigError(f"{source}: is {table.reads}, and labels are of pairs. Name the pairs, or leave out --data.")
+        raise ConfigError(f"{source}: is {table.reads}, and only pairs have labels. Name pairs, or leave out --data.")
     key = ledger.records.label_key() if labels else ledger.records.key()
     return fingerprint(table.parts(), FIELDS[table.format], key), units

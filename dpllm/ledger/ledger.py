@@ -1,8 +1,8 @@
-"""The ledger itself: reservations, charges, and what they come to.
+"""The ledger itself: reservations, charges and totals.
 
-Comes in: events, and who wants them. Goes out: reservations or refusals. A run reserves its whole event before the first
-gradient, charges every step before it is applied, and finishes with what was executed. How a budget decides is in
-admission.py, what people enter is in budgets.py, where the rows lie is in store.py.
+Comes in: events and requests. Goes out: accounts, totals or refusals. A run reserves its whole event before the first gradient,
+charges every step before it is applied, and finishes with the number of executed steps. admission.py decides what a budget
+admits, budgets.py enters what people request, store.py stores the rows. Must not know models or training.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from dpllm.privacy.accounting import Relation, compose, epsilon
 def open_ledger(location: str | os.PathLike[str] | None, *, create: bool = True) -> Ledger | None:
     """Opens the ledger that a recipe names: a path, a ``postgresql://`` URL, or None for the file in the user's data directory.
 
-    Without ``create``, a file that is not there is not made, and the answer is None.
+    Without ``create``, a missing file is not made, and the result is None.
 
     Raises:
-        ConfigError: It cannot be opened, or the URL holds a password.
+        ConfigError: The ledger cannot be opened, or the URL holds a password.
     """
     if isinstance(location, str) and location.startswith(("postgresql://", "postgres://")):
         return Ledger(Postgres(location))
@@ -51,7 +51,7 @@ def open_ledger(location: str | os.PathLike[str] | None, *, create: bool = True)
     path = Path(location) if location else default_path()
     if create or os.path.lexists(path):
         return Ledger(path)
-    check_place(path)  # before anything is loaded, which would be for nothing
+    check_place(path)  # fails before anything is loaded
     return None
 
 
@@ -59,10 +59,10 @@ class Ledger:
     """One open ledger, for one thread; close it or use it in a ``with`` statement."""
 
     def __init__(self, store: Store | os.PathLike[str] | str) -> None:
-        """Opens a ledger; a path is a file of SQLite, which is made if absent.
+        """Opens a ledger; a path is an SQLite file, which is made if absent.
 
         Raises:
-            ConfigError: It cannot be written, or holds something other than a ledger.
+            ConfigError: The file cannot be written, or holds something other than a ledger.
         """
         self.store: Store = SQLite(Path(store)) if isinstance(store, str | os.PathLike) else store
         self.chain = Chain(self.store)
@@ -71,7 +71,7 @@ class Ledger:
         self._checked_records = False
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the ledger."""
         self.store.close()
 
     def __enter__(self) -> Self:
@@ -83,20 +83,20 @@ class Ledger:
     # --- runs ------------------------------------------------------------------------------------------------------
 
     def charge(self, entry: str, step: int) -> None:
-        """Records that step number ``step``, counted from 1, is about to be applied; this is the heartbeat too.
+        """Records that step number ``step``, counted from 1, is about to be applied; this is also the heartbeat.
 
         Raises:
-            Refused: ``step`` is not the next one, was not reserved, or the run is finished.
+            Refused: ``step`` is not the next step or was not reserved, or the run is finished.
             ConfigError: This ledger has no such reservation.
 
         Guarantee:
-            Of several processes that resume one reservation, one is let through for each step.
+            If several processes resume one reservation, each step is charged by exactly one of them.
         """
         with self.chain.writing():
             claim, steps = self._unfinished(entry)
             if step != steps + 1:
                 raise Refused(
-                    f"step {step} of run {claim.run!r} cannot be charged: {steps} are, and each is "
+                    f"step {step} of run {claim.run!r} cannot be charged: {steps} steps are charged, and each is "
                     "released once, in order. Another process may be training this run: stop it, "
                     f"and resume from step {steps + 1}."
                 )
@@ -105,14 +105,14 @@ class Ledger:
                     f"run {claim.run!r} reserved {claim.num_steps} steps, so step {step} is not "
                     "paid for. Reserve a new run for more steps."
                 )
-            # Before the step is applied: a crash in between leaves a step that is paid and was never released, not the reverse.
+            # Charged before the step is applied: a crash in between leaves a step charged but not released, not the reverse.
             statement = "UPDATE progress SET steps = ?, updated_at = ? WHERE entry = ?"
             self.store.rows(statement, step, time.time(), entry)
-            if step % claim.mark == 0:  # so that steps which are set back contradict the chain
+            if step % claim.mark == 0:  # so a count of steps that was set back contradicts the chain
                 self.chain.append("commit", claim.dataset, {"entry": entry, "steps": step, "status": "running"})
 
     def run(self, entry: str) -> Run:
-        """A reservation, what it pays for and what became of it.
+        """A reservation, its event and its state.
 
         Raises:
             ConfigError: This ledger has no such reservation.
@@ -123,13 +123,13 @@ class Ledger:
     def finish(
         self, entry: str, status: Literal["completed", "interrupted", "refused"], manifest: str | None = None
     ) -> None:
-        """Enters into the chain how many steps were executed; "interrupted" can be resumed.
+        """Enters the number of executed steps into the chain; "interrupted" runs can be resumed.
 
-        ``manifest`` is a digest of the files that the run wrote. A run completes again with other files where its process was
-        killed before it wrote down the ones that were entered.
+        ``manifest`` is a digest of the files that the run wrote. A completed run may complete again with other files, since its
+        process may be killed after the entry and before the files are final.
 
         Raises:
-            Refused: The run has ended in another way already.
+            Refused: The run has already ended in another state.
             ConfigError: This ledger has no such reservation.
         """
         with self.chain.writing():
@@ -142,20 +142,20 @@ class Ledger:
             self.chain.append("commit", claim.dataset, content | ({} if manifest is None else {"manifest": manifest}))
 
     def closed_with(self, entry: str) -> str | None:
-        """The digest of the files with which a run ended; None where none was entered, or no such run."""
+        """The last entered digest of a run's files; None if none was entered."""
         ends = self.chain.of(self._claim(entry)[0].dataset, "commit")
         manifests = [end.facts.get("manifest") for end in ends if end.facts["entry"] == entry]
         return next((manifest for manifest in reversed(manifests) if manifest is not None), None)
 
     def reconcile(self, entry: str, by: str, reason: str) -> Run:
-        """Closes a run that will not go on. Its executed steps stay charged.
+        """Closes a run that will not continue. Its executed steps stay charged.
 
-        A budget's filter gets back the steps that were never executed. Of a final run they stay charged, because what is composed
-        as if fixed in advance may not be cut short afterwards.
+        A budget's filter gets back the steps that were never executed. A final run stays charged for all its steps, because its
+        exact total holds only if the number of steps was fixed in advance.
 
         Raises:
             Refused: The run is finished already.
-            ConfigError: No such reservation, or nobody is named.
+            ConfigError: This ledger has no such reservation, or nobody is named.
         """
         check_person("a run is reconciled", by, reason)
         self.refuse_if_tampered()
@@ -180,15 +180,15 @@ class Ledger:
             status = ended.facts.get("status", "reconciled")
             if ended.facts["entry"] == entry and status not in ("interrupted", "running"):
                 raise Refused(
-                    f"run {claim.run!r} is {status}, so no step of it can be charged. "
+                    f"run {claim.run!r} is {status}, so none of its steps can be charged. "
                     "Start a new run, which reserves its own steps."
                 )
         return claim, steps
 
-    # --- what it comes to ------------------------------------------------------------------------------------------
+    # --- accounts and totals ---------------------------------------------------------------------------------------
 
     def account(self, dataset: str) -> Account:
-        """Everything that decides whether a run on ``dataset`` fits: the account of it, or of what it derives from."""
+        """The account of ``dataset``, or of the dataset from which it derives; it decides whether a run fits."""
         with self.chain.moment():
             name = self.records.account_name(dataset)
             rows = self.store.rows("SELECT entry, steps, updated_at FROM progress")
@@ -196,17 +196,17 @@ class Ledger:
             return account_of(name, self.chain.of(name), progress)
 
     def budget(self, dataset: str) -> Budget | None:
-        """The budget of ``dataset`` or of the one it derives from, as it stands; None where none was set."""
+        """The current budget of ``dataset`` or of the dataset from which it derives; None if none was set."""
         return self.account(dataset).budget
 
     def runs(self, dataset: str) -> list[Run]:
-        """Each reservation of ``dataset`` and what became of it, oldest first."""
+        """Each reservation of ``dataset`` and its state, oldest first."""
         return list(self.account(dataset).runs)
 
     def spent(self, dataset: str, delta: float | None = None, requests: Sequence[RunRequest] = ()) -> float:
-        """Epsilon of everything ever reserved or imported, and of what is ``wanted``, by PLD as if fixed in advance.
+        """Epsilon of all reservations, imports and ``requests``, composed by PLD as if fixed in advance.
 
-        It is that at ``delta``: by default the budget's, or else the largest that a run stated.
+        ``delta`` is by default the budget's, or else the largest that a run stated.
         """
         account = self.account(dataset)
         events = account.events() + [request.event for request in requests]
@@ -219,11 +219,11 @@ class Ledger:
         return epsilon(compose(events), delta, requests[0].relation if requests else entries[-1].facts["relation"])
 
     def used(self, dataset: str) -> float | None:
-        """The share of its budget that is used; see ``admission.used``."""
+        """The share of the budget that is used; see ``admission.used``."""
         return admission.used(self.account(dataset))
 
     def outlook(self, dataset: str, requests: Sequence[RunRequest], derived_from: str | None = None) -> Outlook:
-        """What the ledger holds, what it would hold after a reservation, and whether it would admit it. Writes nothing."""
+        """The account before and after a reservation, and whether the ledger would admit it. Writes nothing."""
         account = self.account(self.records.charged_to(dataset, derived_from))
         name, budget = account.dataset, account.budget
         delta = budget.delta if budget else max(request.delta for request in requests)
@@ -237,7 +237,7 @@ class Ledger:
         final = account.final or any(request.final for request in requests)
         events = [request.event for request in requests]
         is_exact, could_follow = budget is None or final, admission.runs_that_fit(account, *events)
-        if could_follow and refusal is None:  # one of them is this
+        if could_follow and refusal is None:  # it includes this reservation
             could_follow = 0 if final else could_follow - 1
         return Outlook(
             dataset=name,
@@ -254,13 +254,13 @@ class Ledger:
         )
 
     def datasets(self) -> list[str]:
-        """Every account: datasets with an entry of their own that are charged to themselves."""
+        """Every account: datasets with entries that are charged to themselves."""
         with self.chain.moment():
             return [name for name in self.chain.datasets() if self.records.account_name(name) == name]
 
     def same_unit(self, dataset: str, unit: str, relation: Relation) -> None:
-        """Refuses an epsilon that is about something else than the budget, the runs and the imports of ``dataset``."""
-        # A budget that was corrected was used by nothing.
+        """Refuses a unit or relation that differs from the budget, the runs or the imports of ``dataset``."""
+        # Only the last budget counts: nothing used a budget that was corrected.
         for entry in [*self.chain.of(dataset, "budget")[-1:], *self.chain.of(dataset, "reserve", "import")]:
             past = entry.facts
             if (past["unit"], past["relation"]) != (unit, relation):
@@ -273,10 +273,10 @@ class Ledger:
                     reason="other_unit",
                 )
 
-    # --- refusals, which lie beside the chain ------------------------------------------------------------------------
+    # --- refusals, which are stored outside the chain ----------------------------------------------------------------
 
     def refusals(self) -> dict[tuple[str, str], int]:
-        """How often what was refused: (dataset, reason) -> number."""
+        """Counts of refusals: (dataset, reason) -> number."""
         rows = self.store.rows("SELECT dataset, reason, number FROM refusals")
         return {(dataset, reason): number for dataset, reason, number in sorted(rows)}
 
@@ -291,36 +291,36 @@ class Ledger:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts what is refused inside."""
+        """Counts each refusal that is raised inside."""
         try:
             yield
         except Refused as error:
             if error.reason:
                 with suppress(ConfigError):  # a ledger that cannot be written must not hide the refusal
                     self.count_refusal(error.dataset, error.reason)
-                error.reason = ""  # once
+                error.reason = ""  # so it is counted once
             raise
 
     # --- the chain -------------------------------------------------------------------------------------------------
 
     def history(self, dataset: str | None = None) -> list[Entry]:
-        """All links of the chain as they are stored, or those that concern ``dataset``, oldest first."""
+        """All links of the chain as stored, or those of ``dataset``, oldest first."""
         return [entry for entry in self.chain.stored() if dataset in (None, entry.dataset)]
 
     def head(self) -> dict[str, Any]:
-        """Hash of the last link and number of links: copy it where this ledger's writers are not."""
+        """Hash of the last link and number of links; keep a copy where this ledger's writers cannot change it."""
         return self.chain.head()
 
     def verify(self, head: dict[str, Any] | None = None) -> list[str]:
         """Recomputes the chain, and compares the steps of all runs and the records of all datasets with it.
 
         Returns:
-            The problems, each in a sentence, also where the chain no longer contains ``head``, an earlier ``head()``.
+            The problems, one sentence each; one of them is a chain that no longer contains ``head``, an earlier ``head()``.
         """
         return self.chain.verify(head) or self.records.verify()
 
     def refuse_if_tampered(self) -> None:
-        """Refuses a copy, and where something else than dpllm changed the chain, or the records, which are checked once."""
+        """Refuses a copied ledger, and a chain or records that anything but dpllm changed; records are checked once."""
         is_bound(self.store)
         self.chain.refuse(self.chain.verify())
         if not self._checked_records:

@@ -1,8 +1,8 @@
-"""Which data a name stands for, and whom a run on them is charged to.
+"""The records of each dataset name, and the account that a run on them is charged to.
 
-Comes in: rows of text and the ledger's secret key. Goes out: a fingerprint of all of them, and a short keyed hash of each, by
-which copies and subsets are found. Both lie in the ledger and nowhere else: an unkeyed hash of a short text tells whoever guesses
-the text that it is there. What the chain holds, and an export shows, is a salted commitment.
+Comes in: rows of text and the ledger's secret key. Goes out: a fingerprint of all rows, and a short keyed hash of each, by which
+copies and subsets are found. Both are stored only in the ledger: an unkeyed hash of a short text would confirm a guess of that
+text. The chain, and so an export, holds only a salted commitment.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dpllm.ledger.chain import Chain
 from dpllm.ledger.values import LABELS
 from dpllm.text.layouts import words
 
-HASH_BYTES = 8  # of a record in the overlap check: among 10^6 times 10^6 pairs one collision in 10^7
-LEAST_SHARE = 0.01  # of the smaller dataset: below it, common records are taken for chance (short texts, formulas)
-ANY = 0.0  # of labels, each of which is drawn once: no common one is chance
-# Entries of an account of its own: a dataset with one of them derives from none.
+HASH_BYTES = 8  # of a record in the overlap check: among 10^6 times 10^6 pairs, probability 10^-7 of a collision
+LEAST_SHARE = 0.01  # of the smaller dataset; a smaller overlap counts as chance (short texts, formulas)
+ANY = 0.0  # for labels: each is drawn once, so any overlap counts
+# Kinds of entries of a separate account: a dataset with one of them derives from no other.
 OWN = ("budget", "reserve", "reconcile", "import")
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The records of one dataset, as the ledger with this key knows them."""
+    """The hashed records of one dataset, under one ledger's key."""
 
     digest: str  # of all records, in hexadecimal; equal for two datasets with the same records in any order
     # Sorted keyed hashes of the distinct records, ``HASH_BYTES`` bytes each, joined.
@@ -35,18 +35,18 @@ class Fingerprint:
     num_records: int  # duplicates included
 
     def commitment(self, nonce: str, key: bytes) -> str:
-        """What may be shown: it binds the records to the chain, and tells nothing without the nonce.
+        """A public commitment that binds the records to the chain and reveals nothing without the nonce.
 
-        It binds the ledger's key too: under another one, no copy of these records would be recognised.
+        It binds the ledger's key too: under another key, no copy of these records would be recognised.
         """
         return hashlib.sha256(f"{nonce}:{key.hex()}:{self.digest}".encode() + self.hashes).hexdigest()
 
 
 def fingerprint(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: bytes) -> Fingerprint:
-    """Hashes the text of every row under the ledger's ``key``; the same for a reordered or reformatted copy.
+    """Hashes the text of every row under the ledger's ``key``; a reordered or reformatted copy gets the same hashes.
 
-    Columns other than ``fields`` (ids, dates) do not count, so that adding one makes no new dataset. 32 bytes of each row stay in
-    memory.
+    Columns other than ``fields`` (ids, dates) do not count, so adding a column makes no new dataset. Memory holds 32 bytes for
+    each row.
     """
     import numpy as np
 
@@ -59,7 +59,7 @@ def fingerprint(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: b
 
 
 def rows_among(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: bytes, reference: Fingerprint) -> int:
-    """How many rows, equal ones each, have their text in another dataset whose fingerprint is of that key."""
+    """Number of rows, duplicates included, whose text is in the dataset of ``reference``, a fingerprint with that key."""
     joined = reference.hashes
     hashes = {joined[start : start + HASH_BYTES] for start in range(0, len(joined), HASH_BYTES)}
     digests = (hashlib.blake2b(words(row, fields).encode(), key=key, digest_size=32).digest() for row in rows)
@@ -67,44 +67,44 @@ def rows_among(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: by
 
 
 def share_in_common(hashes: bytes, other_hashes: bytes) -> float:
-    """Distinct records that two datasets share, over those of the smaller one; 0 where one is empty."""
+    """Distinct records that two datasets share, divided by those of the smaller one; 0 if one is empty."""
     import numpy as np
 
-    # Of eight bytes the first weighs most.
+    # Each hash is a big-endian integer of eight bytes.
     first, second = (np.unique(np.frombuffer(joined, ">u8")) for joined in (hashes, other_hashes))
     smaller = min(len(first), len(second))
     return len(np.intersect1d(first, second, assume_unique=True)) / smaller if smaller else 0.0
 
 
 class Records:
-    """The records of every dataset that the ledger has met."""
+    """The records of every dataset in the ledger."""
 
     def __init__(self, chain: Chain) -> None:
-        """Nothing is read yet."""
+        """Reads nothing yet."""
         self._chain = chain
         self._store = chain.store
 
     def key(self) -> bytes:
-        """The secret of this ledger's fingerprints."""
+        """The secret key of this ledger's fingerprints."""
         return bytes.fromhex(self._store.rows("SELECT value FROM meta WHERE key = 'fingerprint_key'")[0][0])
 
     def label_key(self) -> bytes:
-        """That of labels: those of a dataset are no copy of its texts, which have another account."""
+        """The secret key for labels: they have another account than the texts, and do not count as a copy of them."""
         return hashlib.blake2b(b"labels", key=self.key(), digest_size=32).digest()
 
     def account_name(self, dataset: str) -> str:
-        """The dataset that ``dataset`` derives from, however far back; itself where it derives from none."""
+        """The dataset from which ``dataset`` derives, however far back; itself if it derives from none."""
         with self._chain.moment():
             parents = (entry.facts["derived_from"] for entry in self._chain.of(dataset, "data"))
             parent = next((name for name in parents if name is not None), None)
             return dataset if parent is None else self.account_name(parent)
 
     def charged_to(self, dataset: str, derived_from: str | None) -> str:
-        """The account of a run on ``dataset`` that declares from what it derives.
+        """The account of a run on ``dataset``, which is declared to be ``derived_from`` another dataset or None.
 
         Raises:
-            ConfigError: It derives from itself or from what the ledger does not know.
-            Refused: It has an account of its own, or derives from something else.
+            ConfigError: It derives from itself, or from a dataset that the ledger does not hold.
+            Refused: It has a separate account, or derives from another dataset.
         """
         with self._chain.moment():
             name = self.account_name(dataset)
@@ -121,7 +121,7 @@ class Records:
                 )
             if name not in (dataset, parent) or (name == dataset and self._chain.of(dataset, *OWN, "data")):
                 raise Refused(
-                    f"dataset {dataset!r} stands in the ledger already, charged to {name!r}, so it cannot be charged to "
+                    f"dataset {dataset!r} is in the ledger already, charged to {name!r}, so it cannot be charged to "
                     f"{parent!r}. Give the derived data a new privacy.dataset.",
                     dataset=dataset,
                     reason="derived",
@@ -129,19 +129,19 @@ class Records:
             return parent
 
     def known_as(self, records: Fingerprint) -> str | None:
-        """Under which name these very records are known."""
+        """The first name of exactly these records; None if they are new."""
         statement = "SELECT dataset FROM records JOIN entries USING (seq) WHERE fingerprint = ? ORDER BY seq"
         names = self._store.rows(statement, records.digest)
         return str(names[0][0]) if names else None
 
     def of_account(self, account: str) -> set[str]:
-        """Digests of all records that are charged to an account."""
+        """Digests of all fingerprints that are charged to an account."""
         rows = self._store.rows("SELECT dataset, fingerprint FROM records JOIN entries USING (seq)")
         with self._chain.moment():
             return {digest for name, digest in rows if self.account_name(name) == account}
 
     def overlaps(self, records: Fingerprint, share: float = LEAST_SHARE) -> list[str]:
-        """Datasets with some of the records in common, and at least that share of them, those with most first."""
+        """Datasets that share records, at least the given share of them; the largest share comes first."""
         shares: dict[str, float] = {}
         for name, hashes in self._store.rows("SELECT dataset, hashes FROM records JOIN entries USING (seq)"):
             shares[name] = max(share_in_common(bytes(hashes), records.hashes), shares.get(name, 0.0))
@@ -149,28 +149,28 @@ class Records:
         return sorted(common, key=lambda name: -shares[name])
 
     def refuse_released(self, records: Fingerprint) -> None:
-        """Refuses a single record of an account that has a run, whatever became of it: one that died may have released all."""
+        """Refuses if any record is of an account with a run, whatever its state: a crashed run may have released everything."""
         for name in map(self.account_name, self.overlaps(records, ANY)):
             if self._chain.of(name, "reserve"):
                 problem = (
                     f"some of these records were released before ({name} in the ledger), and would cost as much again."
                 )
-                raise Refused(f"{problem} Use what was released then.", dataset=name, reason="again")
+                raise Refused(f"{problem} Use that release.", dataset=name, reason="again")
 
     def conflict(self, dataset: str, records: Fingerprint, derived_from: str | None) -> Refused | None:
-        """Why these records may not be charged to ``dataset``; None if they may.
+        """The reason why these records may not be charged to ``dataset``; None if they may.
 
-        Without saying how many are shared: that would tell whoever brings guesses how many of them are records.
+        It does not say how many are shared, which would tell how many guessed texts are records.
         """
         account = self.charged_to(dataset, derived_from)
-        known = self.known_as(records)
-        if known is not None:
-            if self.account_name(known) == account:
+        alias = self.known_as(records)
+        if alias is not None:
+            if self.account_name(alias) == account:
                 return None  # compared with all others when they were entered
             return Refused(
-                f"these very records are dataset {known!r} in the ledger, whatever the file is called: charged to {account!r} "
-                f"they would have a second budget. Set privacy.dataset: {known}.",
-                dataset=known,
+                f"these very records are dataset {alias!r} in the ledger, whatever the file is called: charged to {account!r}, "
+                f"they would have a second budget. Set privacy.dataset: {alias}.",
+                dataset=alias,
                 reason="renamed",
             )
         share = ANY if account.startswith(LABELS) else LEAST_SHARE
@@ -181,14 +181,14 @@ class Records:
         if derived_from is not None:
             fix = f"One run is charged to one account: leave out the records of {other!r}, or charge the run to it."
         return Refused(
-            f"data.train shares records with dataset {other!r} of the ledger: charged to {account!r} they would have a "
+            f"data.train shares records with dataset {other!r} of the ledger: charged to {account!r}, they would have a "
             f"second budget. {fix}",
             dataset=other,
             reason="overlap",
         )
 
     def register(self, dataset: str, records: Fingerprint | None, derived_from: str | None) -> None:
-        """Enters once what a name stands for, within ``Chain.writing``, or refuses it for the ``conflict``."""
+        """Enters the records of a name once, within ``Chain.writing``, or refuses them with the ``conflict``."""
         content: dict[str, Any] = {"records": None, "commitment": None, "derived_from": derived_from}
         if records is None:
             if derived_from is not None and self.account_name(dataset) == dataset:
@@ -204,14 +204,14 @@ class Records:
         self._store.rows("INSERT INTO records VALUES (?, ?, ?, ?)", seq, records.digest, nonce, records.hashes)
 
     def verify(self) -> list[str]:
-        """Where the records are not those that the chain commits to."""
+        """Problems: records that differ from the chain's commitments."""
         with self._store.read():
             entries = self._chain.stored("WHERE kind = ?", "data")
             rows = self._store.rows("SELECT seq, fingerprint, nonce, hashes FROM records")
             try:
                 key = self.key()
                 stored = {seq: Fingerprint(str(d), bytes(h), 0).commitment(str(n), key) for seq, d, n, h in rows}
-            except (IndexError, TypeError, ValueError):  # of a row or a key that dpllm never writes
+            except (IndexError, TypeError, ValueError):  # dpllm never writes such a row or key
                 stored = {}
         committed = {entry.seq: entry.facts["commitment"] for entry in entries}
         return [

@@ -1,7 +1,7 @@
-"""Where the ledger lies: tables that only grow, and transactions that are on disk when they return.
+"""Storage of the ledger: append-only tables, and transactions that are on disk when they return.
 
-Comes in: SQL with ``?`` for values. Goes out: rows. One class for a file of SQLite, one for a PostgreSQL database (psycopg, extra
-``postgres``). Must not know what an entry means.
+Comes in: SQL with ``?`` for values. Goes out: rows. One class for an SQLite file, one for a PostgreSQL database (psycopg, extra
+``postgres``). Must not know the meaning of entries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TABLES = {  # table -> columns
     "records": "seq {integer} PRIMARY KEY, fingerprint TEXT NOT NULL, nonce TEXT NOT NULL, hashes {blob} NOT NULL",
     "refusals": "dataset TEXT NOT NULL, reason TEXT NOT NULL, number {integer} NOT NULL, PRIMARY KEY (dataset, reason)",
 }
-# table -> when an INSERT is refused, and when an UPDATE; no row is ever deleted.
+# table -> conditions under which an INSERT and an UPDATE are refused; every DELETE is refused.
 _REFUSED = {
     "entries": ("NEW.seq <> (SELECT COALESCE(MAX(seq), 0) + 1 FROM entries)", "true"),
     "progress": (
@@ -44,22 +44,22 @@ _REFUSED = {
     ),
     "meta": ("EXISTS (SELECT 1 FROM meta WHERE key = NEW.key)", "OLD.key = 'fingerprint_key'"),
 }
-# Guards by name: the table, the moment, and when it is refused.
+# Name of a guard -> its table, the guarded statement, and the condition under which it is refused.
 GUARDS = {
     f"{table}_{moment.lower()}": (table, moment, when)
     for table, (insert, update) in _REFUSED.items()
     for moment, when in (("INSERT", insert), ("UPDATE", update), ("DELETE", "true"))
 }
-PATIENCE = 60  # seconds that a process waits for the others
+PATIENCE = 60  # seconds that a process waits for the write lock
 ONLY_GROWS = "the ledger only grows"
-# Of a file that may be a stranger's: bytes of one value, steps of SQLite's machine.
+# Limits for an untrusted file: bytes of one value, steps of SQLite's virtual machine.
 MOST_VALUE, MOST_WORK = 2**26, 2 * 10**8
-LOCK = 0x6470_6C6C_6D  # "dpllm": PostgreSQL's advisory lock under which the schema is made
+LOCK = 0x6470_6C6C_6D  # "dpllm": PostgreSQL's advisory lock for creating the schema
 BITS = {"INSERT": 4, "DELETE": 8, "UPDATE": 16, "TRUNCATE": 32}  # pg_trigger.tgtype; 1 is FOR EACH ROW, 2 is BEFORE
 
 
 def default_path() -> Path:
-    """Where the ledger lies unless the recipe names another: the user's data directory."""
+    """The ledger's path unless the recipe names another: in the user's data directory."""
     if sys.platform == "win32":
         base = os.environ.get("APPDATA") or Path.home() / "AppData" / "Roaming"
     elif sys.platform == "darwin":
@@ -70,31 +70,31 @@ def default_path() -> Path:
 
 
 def check_place(path: Path) -> None:
-    """Refuses, with a ConfigError, a path at which no file can be; reading one here would end the locks of SQLite."""
-    there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
-    folder = there if there != path else path.absolute().parent
-    why = ""
+    """Refuses, with a ConfigError, a path that cannot be a file; opens nothing, since closing it would drop SQLite's locks."""
+    existing = next(parent for parent in (path, *path.absolute().parents) if os.path.exists(parent))
+    folder = existing if existing != path else path.absolute().parent
+    problem = ""
     if os.path.isdir(path):
-        why = f"is a directory; name a file in it, such as {path / 'ledger.sqlite'}"
+        problem = f"is a directory; name a file in it, such as {path / 'ledger.sqlite'}"
     elif not folder.is_dir():
-        why = f"{folder} is a file, and nothing can lie under it"
-    elif there == path and not os.path.isfile(path):
-        why = "is not a regular file"
-    elif not os.access(there, os.R_OK | os.W_OK) or not os.access(folder, os.W_OK | os.X_OK):
-        why = "this user may not write there"
-    if why:
-        raise _unusable(path, why)
+        problem = f"{folder} is a file, so nothing can be stored under it"
+    elif existing == path and not os.path.isfile(path):
+        problem = "is not a regular file"
+    elif not os.access(existing, os.R_OK | os.W_OK) or not os.access(folder, os.W_OK | os.X_OK):
+        problem = "this user may not write there"
+    if problem:
+        raise _unusable(path, problem)
 
 
-def _unusable(path: object, why: object) -> ConfigError:
+def _unusable(path: object, problem: object) -> ConfigError:
     return ConfigError(
-        f"ledger {path}: {why}. Without it no budget can be kept, so nothing runs. Set privacy.ledger to a ledger of "
+        f"ledger {path}: {problem}. Without it no budget can be kept, so nothing runs. Set privacy.ledger to a ledger of "
         "dpllm, or a new file, on a local disk."
     )
 
 
 def _create(tables: Iterable[str], **types: str) -> list[str]:
-    """Statements for tables of a new ledger, for the key of its fingerprints and for its version."""
+    """Statements that create the tables of a new ledger, its fingerprint key and its version."""
     statements = [f"CREATE TABLE {table} ({TABLES[table].format(**types)})" for table in tables]
     values = {"fingerprint_key": secrets.token_hex(32), "schema_version": SCHEMA_VERSION}
     return [*statements, *(f"INSERT INTO meta VALUES ('{key}', '{value}')" for key, value in values.items())]
@@ -103,25 +103,25 @@ def _create(tables: Iterable[str], **types: str) -> list[str]:
 def _check_version(store: Store) -> None:
     versions = [value for (value,) in store.rows("SELECT value FROM meta WHERE key = 'schema_version'")]
     if versions != [str(SCHEMA_VERSION)]:
-        raise store.unusable(f"it is of version {', '.join(versions)}, and this dpllm reads version {SCHEMA_VERSION}")
+        raise store.unusable(f"it has version {', '.join(versions)}, and this dpllm reads version {SCHEMA_VERSION}")
 
 
 class LedgerIdentity(TypedDict):
-    """Where a ledger lies, as its store sees it."""
+    """The place of a ledger, by which copies are recognised."""
 
-    path: str  # of the file, without links; database and schema of PostgreSQL
+    path: str  # resolved path of the file; in PostgreSQL database and schema
     host: str
-    device: str  # which file system
-    file: str  # number of the file in it; of PostgreSQL which server, database and table
+    device: str  # number of the file system
+    file: str  # inode number; in PostgreSQL server, database and table
 
 
 class SQLite:
     """The ledger in one file, for one thread."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        """Opens the file, which may be a stranger's if ``read_only``; else makes it, for its owner only, and its directories.
+        """Opens the file, which may be untrusted if ``read_only``; else makes it if absent, readable by its owner only.
 
-        It lies on a local disk: the locks of SQLite do not hold on most network file systems.
+        It must be on a local disk: SQLite's locks do not work on most network file systems.
 
         Raises:
             ConfigError: The path cannot be written, or holds something other than a ledger of this version.
@@ -142,7 +142,7 @@ class SQLite:
             raise self.unusable(getattr(error, "strerror", error)) from error
         try:
             self.rows("PRAGMA journal_mode = WAL")
-            # NORMAL, usual with a WAL, would lose the last charges when the power fails, of steps that were released.
+            # NORMAL, usual with a WAL, could lose the last charges in a power failure, although their steps were released.
             self.rows("PRAGMA synchronous = FULL")
             self._make()
         except BaseException:
@@ -150,18 +150,18 @@ class SQLite:
             raise
 
     def _open_read_only(self, path: Path) -> None:
-        # A ledger that nobody uses has no -wal, and SQLite would make one to read it.
-        how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
-        self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
+        # A ledger that is not in use has no -wal file, and SQLite would make one to read it.
+        mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
+        self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)
         self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_VALUE)
         ticks = iter(range(MOST_WORK // 100_000))
         self._db.set_progress_handler(lambda: next(ticks, None) is None, 100_000)
         try:
             for table in ("meta", "entries", "progress"):
-                made = _create([table], integer="INTEGER", real="REAL")[0]
-                # A view, or a column that is computed, could go on for ever; so could pages that name one another.
+                expected = _create([table], integer="INTEGER", real="REAL")[0]
+                # A view or a computed column could run forever, and so could pages that link to one another.
                 texts = self.rows("SELECT sql FROM sqlite_master WHERE name = ?", table)
-                if [" ".join(str(text).split()) for (text,) in texts] != [made]:
+                if [" ".join(str(text).split()) for (text,) in texts] != [expected]:
                     raise self.unusable(f"its table {table} is not as dpllm makes it")
                 if self.rows(f"PRAGMA quick_check({table})") != [("ok",)]:
                     raise self.unusable("it is damaged")
@@ -174,7 +174,7 @@ class SQLite:
         if self._made():
             return
         with self.write():
-            if self._made():  # of several processes that open a new file, one finds it empty
+            if self._made():  # another process was first
                 return
             for statement in _create(TABLES, integer="INTEGER", real="REAL", blob="BLOB"):
                 self.rows(statement)
@@ -206,26 +206,26 @@ class SQLite:
         """A transaction in which nobody else writes; on disk when it ends, undone if it fails.
 
         Raises:
-            Refused: The file is no longer where it was opened, so that what is written would be lost.
+            Refused: The file is no longer at its path, so writes would be lost.
         """
         try:
-            there = os.path.samestat(os.stat(self._path), self._file)
+            in_place = os.path.samestat(os.stat(self._path), self._file)
         except OSError:
-            there = False
-        if not there:
+            in_place = False
+        if not in_place:
             raise Refused(
-                f"ledger {self.location}: its file was deleted, moved or replaced while it was in use, so what is charged now "
-                "would be lost. Put that very file back and go on with --resume; if it is gone, restore a backup, and start anew "
+                f"ledger {self.location}: its file was deleted, moved or replaced while it was in use, so new charges would be "
+                "lost. Put that very file back and continue with --resume; if it is gone, restore a backup, and start again "
                 "with --overwrite."
             )
         return self._transaction(self._take_turn)
 
     def read(self) -> AbstractContextManager[None]:
-        """A transaction that sees one moment."""
+        """A transaction that reads one snapshot."""
         return self._transaction(lambda: self.rows("BEGIN"))
 
     def _take_turn(self) -> None:
-        """Waits for the write lock. Who waited longer asks more often: SQLite's own waiting does the opposite, and starves."""
+        """Waits for the write lock; retries more often the longer it waits. SQLite's own back-off does the opposite."""
         began, waited = time.monotonic(), 0.0
         self.rows("PRAGMA busy_timeout = 0")
         try:
@@ -252,13 +252,13 @@ class SQLite:
             raise
 
     def missing_guards(self) -> list[str]:
-        """Names of the triggers that are gone or replaced."""
-        there = dict(self.rows("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'"))
-        return sorted(name for name in GUARDS if there.get(name) != self._guard(name))
+        """Names of the triggers that are missing or replaced."""
+        triggers = dict(self.rows("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'"))
+        return sorted(name for name in GUARDS if triggers.get(name) != self._guard(name))
 
-    def unusable(self, why: object) -> ConfigError:
+    def unusable(self, problem: object) -> ConfigError:
         """The error for a ledger that cannot be used."""
-        return _unusable(self.location, why)
+        return _unusable(self.location, problem)
 
     def close(self) -> None:
         """Closes the file."""
@@ -266,12 +266,12 @@ class SQLite:
 
 
 class Postgres:
-    """The ledger in a schema of a PostgreSQL database, the first one of the connection's search path; for one thread."""
+    """The ledger in a PostgreSQL database, in the first schema of the connection's search path; for one thread."""
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
         """Connects to ``postgresql://user@host/database``; makes the tables if absent, unless ``read_only``.
 
-        The URL has no password, since a recipe is copied into the run directory; libpq takes one from PGPASSWORD or ~/.pgpass.
+        The URL must not hold a password, since recipes are copied into run directories; libpq reads PGPASSWORD or ~/.pgpass.
 
         Raises:
             ConfigError: The URL holds a password, psycopg is missing, the server cannot be reached, or the tables are
@@ -284,7 +284,7 @@ class Postgres:
             raise self.unusable(error) from None
         if parts.password is not None or any("password" in key for key, _ in parse_qsl(parts.query)):
             raise ConfigError(
-                "privacy.ledger holds a password, and the recipe is copied into the run directory. Take it out of the URL, and "
+                "privacy.ledger holds a password, and the recipe is copied into the run directory. Remove it from the URL, and "
                 "set PGPASSWORD or ~/.pgpass."
             )
         try:
@@ -316,13 +316,13 @@ class Postgres:
             "(SELECT oid FROM pg_database WHERE datname = current_database()), 'entries'::regclass::oid) FROM pg_control_system()"
         )[0]
         host = self._db.info.host
-        if host.startswith("/") or host in ("localhost", "127.0.0.1", "::1"):  # which every machine calls itself
+        if host.startswith("/") or host in ("localhost", "127.0.0.1", "::1"):  # names that every machine has
             host = platform.node()
         return LedgerIdentity(path=path, host=f"{host}:{self._db.info.port}", device="", file=number)
 
     def _create(self) -> None:
         with self._transaction("BEGIN ISOLATION LEVEL READ COMMITTED", f"SELECT pg_advisory_xact_lock({LOCK})"):
-            # of several processes that meet an empty database, one makes the tables
+            # If several processes open an empty database, one makes the tables.
             where = "WHERE table_schema = current_schema()"
             tables = {name for (name,) in self.rows(f"SELECT table_name FROM information_schema.tables {where}")}
             if tables.isdisjoint(TABLES):
@@ -338,13 +338,13 @@ class Postgres:
 
     @staticmethod
     def _guards() -> dict[str, tuple[str, str, str, int]]:
-        """Name of each trigger: its table, its moment, the body of its function, and its type."""
+        """Name of a trigger -> its table, its statement, the body of its function, and its type."""
         guards = {}
         for name, (table, moment, when) in GUARDS.items():
             returned = "OLD" if moment == "DELETE" else "NEW"
             body = f"BEGIN IF {when} THEN RAISE EXCEPTION '{ONLY_GROWS}'; END IF; RETURN {returned}; END"
             guards[name] = (table, moment, body, 3 | BITS[moment])
-        for table in TABLES:  # no trigger of a row fires for TRUNCATE
+        for table in TABLES:  # row triggers do not fire for TRUNCATE
             body = f"BEGIN RAISE EXCEPTION '{ONLY_GROWS}'; END"
             guards[f"{table}_truncate"] = (table, "TRUNCATE", body, 2 | BITS["TRUNCATE"])
         return guards
@@ -362,7 +362,7 @@ class Postgres:
         return self._transaction("BEGIN ISOLATION LEVEL READ COMMITTED", "LOCK TABLE entries IN EXCLUSIVE MODE")
 
     def read(self) -> AbstractContextManager[None]:
-        """A transaction that sees one moment."""
+        """A transaction that reads one snapshot."""
         return self._transaction("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
 
     @contextmanager
@@ -378,21 +378,21 @@ class Postgres:
             raise
 
     def missing_guards(self) -> list[str]:
-        """Names of the triggers that are gone, switched off or replaced."""
+        """Names of the triggers that are missing, disabled or replaced."""
         rows = self.rows(
             "SELECT tgname, relname, prosrc, tgtype FROM pg_trigger JOIN pg_class c ON c.oid = tgrelid "
             "JOIN pg_proc p ON p.oid = tgfoid WHERE relnamespace = current_schema()::regnamespace "
             "AND NOT tgisinternal AND tgenabled IN ('O', 'A') AND tgqual IS NULL"
         )
-        there = {name: (table, body, kind) for name, table, body, kind in rows}
-        wanted = {name: (table, body, kind) for name, (table, _, body, kind) in self._guards().items()}
-        return sorted(name for name in wanted if there.get(name) != wanted[name])
+        triggers = {name: (table, body, kind) for name, table, body, kind in rows}
+        expected = {name: (table, body, kind) for name, (table, _, body, kind) in self._guards().items()}
+        return sorted(name for name in expected if triggers.get(name) != expected[name])
 
-    def unusable(self, why: object) -> ConfigError:
+    def unusable(self, problem: object) -> ConfigError:
         """The error for a ledger that cannot be used."""
         return ConfigError(
-            f"ledger {self.location}: {why}. Without it no budget can be kept, so nothing runs. Set privacy.ledger to a database "
-            "that this user may write to, or to a file."
+            f"ledger {self.location}: {problem}. Without it no budget can be kept, so nothing runs. Set privacy.ledger to a "
+            "database that this user may write to, or to a file."
         )
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the ledger speaks of: budgets, requests, reservations, runs, and the account that the chain holds for a dataset.
+"""Values of the ledger: budgets, requests, reservations, runs, and the account that the chain holds for a dataset.
 
 Frozen values without behaviour beyond their own arithmetic.
 """
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from dpllm.privacy.plan import Plan
 
 State = Literal["reserved", "running", "completed", "interrupted", "refused", "reconciled"]
-LABELS = "labels of "  # before the name of a dataset: the account of its labels
-OPEN = ("reserved", "running")  # states of a run that is not finished: no step yet; its process charges steps
+LABELS = "labels of "  # prefix of a dataset's name, which gives the account of its labels
+OPEN = ("reserved", "running")  # states of an unfinished run: before its first step; while it charges steps
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What all runs on one dataset may spend together: whatever runs come, by a Renyi filter at one order."""
+    """The limit of all runs on one dataset together, adaptive ones included, by a Renyi filter at one order."""
 
-    epsilon: float  # of everything together, > 0
-    delta: float  # of everything together; deltas of single runs do not matter here
+    epsilon: float  # total, > 0
+    delta: float  # total; deltas of single runs do not matter here
     unit: str
     relation: Relation
     import_delta: float = 0.0  # part of delta that is set aside for imported runs
-    order: float | None = None  # of the filter; None in a wish: it follows from epsilon, delta and relation
+    order: float | None = None  # order of the filter; None in a request: it follows from epsilon, delta and relation
     by: str = ""  # who set it
     reason: str = ""
 
@@ -45,27 +45,27 @@ class Budget:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One run that asks for its place."""
+    """A request to reserve one run."""
 
-    event: Event  # all that it will release
-    delta: float  # at which it states its own epsilon
-    num_steps: int  # logical batches to execute, no more than ``event`` pays for
+    event: Event  # everything that it will release
+    delta: float  # delta at which it states its own epsilon
+    num_steps: int  # logical batches to execute, at most as many as ``event`` pays for
     unit: str
     relation: Relation
-    run: str = ""  # its name, for people
-    flaw: str | None = None  # why it gives no guarantee; None: it gives one
-    final: bool = False  # ask for the exact total of this reservation, after which the account is closed for good
+    run: str = ""  # name of the run, for people
+    flaw: str | None = None  # why it gives no guarantee; None if it gives one
+    final: bool = False  # request admission by the exact total, which closes the account for good
 
     @classmethod
     def of(cls, plan: Plan, run: str = "", flaw: str | None = None, *, final: bool = False) -> RunRequest:
-        """What a Plan asks for."""
+        """The request of a Plan."""
         steps = plan.schedule.num_steps
         return cls(plan.event, plan.delta, steps, plan.unit, plan.neighbouring_relation, run, flaw, final)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One run's claim; ``epsilon`` at ``delta`` is what this run costs alone."""
+    """The reservation of one run; ``epsilon`` at ``delta`` is the cost of this run alone."""
 
     entry: str
     dataset: str  # the account that is charged: a dataset, or the one from which it derives
@@ -75,19 +75,19 @@ class Claim:
     delta: float
     unit: str
     relation: Relation
-    group: str | None = None  # the tuning group with whose runs it was fixed; None for a single run
-    flaw: str | None = None  # why the run gives no guarantee; None: it gives one
+    group: str | None = None  # tuning group whose runs were reserved together; None for a single run
+    flaw: str | None = None  # why the run gives no guarantee; None if it gives one
     final: bool = False  # it was admitted by its exact total, and closed the account for good
 
     @property
     def mark(self) -> int:
-        """After how many steps the chain says again how many there were; about twenty times in a run."""
+        """Steps between two entries of the step count in the chain; there are about twenty entries per run."""
         return max(1, self.num_steps // 20)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A reservation and what became of it."""
+    """A reservation and its state."""
 
     reservation: Claim
     event: Event
@@ -97,8 +97,8 @@ class Run:
 
     @property
     def counted_event(self) -> Event:
-        """What the filter still counts: the executed part of a reconciled run, all of any other."""
-        # An interrupted run may go on, so all of it counts until somebody closes it, after which no step can be charged.
+        """The event for the filter: the executed part of a reconciled run, the whole event of any other."""
+        # An interrupted run may continue, so it counts in full until somebody closes it; then no step can be charged.
         if self.state != "reconciled" or not events.divisible(self.event):
             return self.event
         return replace(self.event, count=min(self.steps, self.event.count))
@@ -106,38 +106,38 @@ class Run:
 
 @dataclass(frozen=True)
 class Account:
-    """Everything that decides whether a run fits: one dataset as the chain has it."""
+    """One dataset according to the chain: everything that decides whether a run fits."""
 
     dataset: str
     budget: Budget | None
     runs: tuple[Run, ...]
     imports: tuple[Event, ...]
-    # Who permitted training without differential privacy, when and why; also before there was a budget.
+    # Who permitted training without differential privacy, when and why; including before a budget was set.
     exceptions: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def final(self) -> bool:
-        """Whether its first reservation closed it for good."""
+        """Whether the first reservation closed the account for good."""
         return any(run.reservation.final for run in self.runs)
 
     @property
     def used(self) -> bool:
-        """Whether anything was ever reserved or imported, whatever became of it."""
+        """Whether anything was ever reserved or imported, whatever its state."""
         return bool(self.runs or self.imports)
 
     @property
     def permission(self) -> Mapping[str, Any] | None:
-        """The last exception that holds: by the owner of the budget, where there is one."""
+        """The last valid exception; if there is a budget, only its owner's exceptions are valid."""
         valid = [entry for entry in self.exceptions if self.budget is None or entry["by"] == self.budget.by]
         return valid[-1] if valid else None
 
     def flaws(self) -> list[str]:
-        """Runs that give no guarantee: whatever the others cost, no epsilon covers all runs together."""
+        """Runs without a guarantee; with one of them, no epsilon covers all runs together."""
         claims = (run.reservation for run in self.runs)
         return [f"run {claim.run!r} gives no guarantee: {claim.flaw}" for claim in claims if claim.flaw is not None]
 
     def deviations(self) -> list[str]:
-        """What every later card must say."""
+        """Deviations that every later card must state."""
         return [
             *(
                 f"training without differential privacy on dataset {self.dataset!r} was permitted by {e['by']} on {e['at'][:10]} "
@@ -148,11 +148,11 @@ class Account:
         ]
 
     def events(self) -> list[Event]:
-        """What counts where parameters are taken as fixed in advance: every reservation in full, and imports."""
+        """The events to compose as if fixed in advance: every reservation in full, and imports."""
         return [*self.imports, *(run.event for run in self.runs)]
 
     def groups(self) -> dict[str, list[Run]]:
-        """Each tuning group's runs, in the order in which they were fixed."""
+        """The runs of each tuning group, in the order of their reservations."""
         groups: dict[str, list[Run]] = {}
         for run in self.runs:
             if run.reservation.group is not None:
@@ -161,7 +161,7 @@ class Account:
 
 
 def account_of(dataset: str, entries: Iterable[Entry], progress: Mapping[str, tuple[int, float]]) -> Account:
-    """What the links of a dataset, oldest first, say of it; ``progress`` has the steps and the heartbeat of each run."""
+    """The account that a dataset's links, oldest first, describe; ``progress`` maps a run to its steps and heartbeat."""
     budget, imports, exceptions, reserved = None, [], [], []
     ended: dict[str, tuple[State, int]] = {}
     for entry in entries:
@@ -180,7 +180,7 @@ def account_of(dataset: str, entries: Iterable[Entry], progress: Mapping[str, tu
     for entry in reserved:
         steps, heartbeat = progress.get(entry.facts["entry"], (0, 0.0))
         state, final = ended.get(entry.facts["entry"], ("running" if steps else "reserved", steps))
-        # Of a closed run the chain says how many steps it had; a row beside it could be changed.
+        # The steps of a closed run are those of the chain: a row outside it could be changed.
         steps = final if state in ("completed", "reconciled") else steps
         runs.append(Run(reservation_of(entry), event_of(entry), steps, state, heartbeat))
     return Account(dataset, budget, tuple(runs), tuple(imports), tuple(exceptions))
@@ -188,13 +188,13 @@ def account_of(dataset: str, entries: Iterable[Entry], progress: Mapping[str, tu
 
 @lru_cache(maxsize=65_536)
 def reservation_of(entry: Entry) -> Claim:
-    """What a link of the kind "reserve" claims."""
+    """The claim of a link of kind "reserve"."""
     return Claim(**_fields(entry, Claim))
 
 
 @lru_cache(maxsize=65_536)
 def event_of(entry: Entry) -> Event:
-    """What a link of the kind "reserve" or "import" costs."""
+    """The event of a link of kind "reserve" or "import"."""
     return events.read(entry.facts["event"])
 
 
@@ -205,31 +205,31 @@ def _fields(entry: Entry, kind: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What the ledger holds for a dataset, and would hold after one more reservation."""
+    """The account of a dataset before and after one more reservation."""
 
     dataset: str
     budget: Budget | None
-    final: bool  # the reservation asks to be the final one, or the account is closed by one
-    used: float | None  # share of the budget that is used; None without a budget, and where ``final``
+    final: bool  # the reservation asks to be final, or the account is closed by a final one
+    used: float | None  # share of the budget that is used; None without a budget, and if ``final``
     used_after: float | None  # the same with the reservation
-    could_follow: int | None  # how many more like it would fit after it; None without a budget
-    # Epsilon of all that is reserved at ``delta``, composed by PLD as if fixed in advance; None where ``used`` is not.
+    could_follow: int | None  # number of further equal reservations that would fit; None without a budget
+    # Epsilon of all reservations at ``delta``, composed by PLD as if fixed in advance; None if ``used`` is not None.
     spent: float | None
     after: float | None  # the same with the reservation
     delta: float
-    refusal: str | None  # with which words it would be refused; None if it fits
-    reason: str  # in one word, by which refusals are counted
+    refusal: str | None  # message of the refusal; None if the reservation fits
+    reason: str  # one word, by which refusals are counted
 
     @property
     def error(self) -> Refused | None:
-        """The refusal as an error; None where it fits."""
+        """The refusal as an error; None if the reservation fits."""
         if self.refusal is None:
             return None
         kind = BudgetExceeded if self.reason == "over_budget" else Refused
         return kind(self.refusal, dataset=self.dataset, reason=self.reason)
 
     def __str__(self) -> str:
-        """What is used, and what would be."""
+        """The used share or epsilon, before and after the reservation."""
         if self.budget is not None and self.used is not None:
             words = f"{self.dataset}: {used_in_words(self.used, self.budget)}"
             if self.refusal is not None or self.used_after is None:
@@ -245,31 +245,31 @@ class Outlook:
 
 
 def percent(share: float) -> str:
-    """A share of a budget in three digits; above the whole never shown as the whole."""
+    """A share of a budget in percent, with three digits; a share above 1 is never rounded down to 100%."""
     if math.isinf(share):
         return "more than all"
     return f"{math.ceil(1000 * share) / 10 if share > 1 else float(f'{100 * share:.3g}'):g}%"
 
 
 def used_in_words(share: float, budget: Budget) -> str:
-    """The one number of a budget."""
+    """The used share of a budget, in words."""
     return f"{percent(share)} of epsilon {budget.epsilon:g} used"
 
 
 def label_account(name: str) -> str:
-    """The account of the labels of a dataset, by the name of either."""
+    """The account of a dataset's labels; ``name`` is the dataset or that account."""
     return name if name.startswith(LABELS) else LABELS + name
 
 
 def check_name(dataset: str) -> None:
-    """Refuses a dataset's name that cannot be shown on one line, or not be stored everywhere."""
+    """Refuses a dataset name that is blank or cannot be printed on one line."""
     if not dataset.strip() or not dataset.isprintable():
         raise ConfigError(
             f"dataset name {dataset!r} is empty or holds characters that cannot be shown. Give it another."
         )
 
 
-def check_person(what: str, by: str, reason: str) -> None:
-    """Refuses what is entered without somebody who answers for it, and a reason."""
+def check_person(action: str, by: str, reason: str) -> None:
+    """Refuses an entry without a named person and a reason."""
     if not (by.strip() and reason.strip()):
-        raise ConfigError(f"{what} by a named person with a reason: --by NAME --reason WHY")
+        raise ConfigError(f"{action} by a named person with a reason: --by NAME --reason WHY")

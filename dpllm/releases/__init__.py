@@ -1,1 +1,1 @@
-"""What spends budget or reads private rows, and trains nothing."""
+"""Releases from private data without training: statistics, labels, synthetic rows and their checks."""

@@ -1,8 +1,8 @@
-"""What may be asked about private data, with everything declared; and the exact values that it is computed of.
+"""Parses requests for statistics, with all values declared, and computes their exact values.
 
-Comes in: words of the command line, such as ``age=0:120``; rows by unit. Goes out: ``Statistic`` values, which are public, and
-plain lists, which are private. A row without such a value gives none, or an empty one, and never an error, which would tell of
-it. Must not know noise, nor a ledger.
+Comes in: options of the command line, such as ``age=0:120``; rows by unit. Goes out: ``Statistic`` values, which are public, and
+exact values, which are private. A row without a value gives none or an empty one, but never an error, which would reveal it.
+Must not know noise or the ledger.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ MOST_CANDIDATES = 100_000
 
 
 def columns_of(statistic: Statistic) -> tuple[str, ...]:
-    """All that it reads."""
+    """The columns that a statistic reads."""
     if statistic.kind == "shares":
         return tuple(statistic.column.split(layouts.SEPARATOR))
     return (statistic.column,) if statistic.column else ()
 
 
 def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:
-    """The releases that one option asks for: one, or one for each of the ``quantiles``.
+    """The statistics that one option requests: one, or one for each of the ``quantiles``.
 
     Raises:
-        ConfigError: Bounds, candidates or values are not declared, or bound nothing.
+        ConfigError: Bounds, candidates or values are not declared, or are invalid.
     """
     named = kind in ("quantiles", "shares")
     column, separator, declared = text.partition("=") if named else ("", "", text)
-    good = not named or bool(column and separator)
+    valid = not named or bool(column and separator)
     statistics: tuple[Statistic, ...] = (Statistic(kind),)
     if kind == "shares":
         columns, lists = zip(*map(_declared_values, text.split(layouts.SEPARATOR)), strict=True)
-        good &= len(set(columns)) == len(columns) and math.prod(map(len, lists)) <= MOST_CANDIDATES
-        good &= all(columns) and all(all(values) and len({*values, OTHER}) == len(values) + 1 for values in lists)
-        names = map(layouts.SEPARATOR.join, itertools.product(*lists)) if good else ()
+        valid &= len(set(columns)) == len(columns) and math.prod(map(len, lists)) <= MOST_CANDIDATES
+        valid &= all(columns) and all(all(values) and len({*values, OTHER}) == len(values) + 1 for values in lists)
+        names = map(layouts.SEPARATOR.join, itertools.product(*lists)) if valid else ()
         statistics = (Statistic(kind, layouts.SEPARATOR.join(columns), tuple(names)),)
     elif kind != "units":
         numbers, shares = _numbers(declared), _numbers(quantiles)
-        good &= len(numbers) >= 2 and list(numbers) == sorted(set(numbers)) and all(map(math.isfinite, numbers))
-        good &= bool(shares) and all(0 < share < 1 for share in shares)
+        valid &= len(numbers) >= 2 and list(numbers) == sorted(set(numbers)) and all(map(math.isfinite, numbers))
+        valid &= bool(shares) and all(0 < share < 1 for share in shares)
         statistics = tuple(Statistic(kind, column, (), numbers, share) for share in shares)
-    if not good:
+    if not valid:
         raise ConfigError(
-            f"--{kind} {text}: values have to be declared, because values read from the data are outside the guarantee. Declare "
+            f"--{kind} {text}: values must be declared, because values read from the data are outside the guarantee. Declare "
             f"distinct values without ;, increasing numbers, or LOW:HIGH:PARTS, as in {OPTIONS[kind][1]}; quantiles lie "
             "between 0 and 1, as in --at .5,.9."
         )
@@ -65,7 +65,7 @@ def _declared_values(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    """Those with commas between them, or of LOW:HIGH:PARTS the ends of equal parts; none where it is neither."""
+    """Numbers between commas, or the bounds of the equal parts of LOW:HIGH:PARTS; empty if the text is neither."""
     try:
         if ":" not in text:
             return tuple(map(float, text.split(",")))
@@ -78,17 +78,17 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def exact_values(statistic: Statistic, units: Groups, table: Table, data: DataConfig, tokenizer: Any) -> Iterator[Any]:
-    """The exact values that a statistic is about; private.
+    """The exact private values of a statistic.
 
     Args:
-        statistic: What to count or measure.
-        units: Rows by unit, of which each has no more than it may bring.
-        table: Where they are from.
+        statistic: The statistic to compute.
+        units: Rows by unit, at most ``max_examples_per_unit`` each.
+        table: The table of these rows.
         data: The recipe's data section.
-        tokenizer: Of the model, for token lengths, which are those of training before they are cut at ``max_length``.
+        tokenizer: The model's tokenizer, for token lengths as in training but before the cut at ``max_length``.
 
     Yields:
-        Text for counts, one for each unit or row; numbers for quantiles, and nothing for what is no number.
+        For counts, one text per unit or row; for quantiles, numbers, and nothing for a value that is not a number.
     """
     if statistic.kind == "units":
         yield from ("" for _ in units)
@@ -106,7 +106,7 @@ def exact_values(statistic: Statistic, units: Groups, table: Table, data: DataCo
 
 
 def _number(value: Any) -> float | None:
-    """Of a number or of text that is one; None for anything else, infinity included."""
+    """A finite number from a number or its text; None for anything else."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,15 +1,15 @@
-"""A data set that private records vote for, token by token: no training, and nothing but the rows leaves.
+"""Generates a data set by votes of private records on each token: nothing is trained, and only the rows are released.
 
-Comes in: the recipe, what is asked for. Goes out: a folder as ``card.inference`` lays it out, whole or not at all. Must not
-know how a token is drawn (``privacy.clipped_logits``), nor read a model (``model.reading``).
+Comes in: the recipe and a request. Goes out: a folder in the layout of ``card.inference``, complete or not at all. Must not know
+how a token is drawn (``privacy.clipped_logits``) or how a model is read (``model.reading``).
 
 Guarantee:
     All rows together have the guarantee of one text: ``Ballot.event`` of T draws. Each unit has a slot in one batch. Under
-    zero_out slots follow the order of the units, which a unit that is replaced by nothing does not change; under
-    add_or_remove_one a coin of its own picks the batch. A batch votes for one text, T times at most, lost draws included, and
-    never again, whatever becomes of the text: batches are disjoint, so that texts compose in parallel. How many texts are begun
-    follows from texts that are drawn, and the end of a text from its tokens. What a record reads as follows from its own unit's
-    rows. It is charged before the first token (Dwork and Roth 2014, proposition 2.1 and section 3.5).
+    zero_out, slots follow the order of the units, which does not change if a unit is emptied; under add_or_remove_one, each unit
+    draws its batch by an independent coin. A batch votes for one text, at most T times, lost draws included, and never again,
+    whether or not the text is kept: batches are disjoint, so texts compose in parallel. The number of texts depends only on texts
+    that were drawn, and the end of a text only on its tokens. The prompt of a record depends only on its own unit's rows. The
+    event is charged before the first token (Dwork and Roth 2014, proposition 2.1 and section 3.5).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.releases.describe import Opened, opened, refuse_adapter, without_evaluation
 from dpllm.releases.draft import DUPLICATE, UNFINISHED, Draft, filters, why_dropped
 from dpllm.releases.inference_budget import DELTA, FIELD, InferenceRequest, ReleaseQuote, quote
-from dpllm.releases.quality import EVALUATION, TRAINING, Beside, Tell, report
+from dpllm.releases.quality import EVALUATION, TRAINING, Comparison, Tell, report
 from dpllm.run.base_model import of_base
 from dpllm.statement import lineage, state
 from dpllm.statement.released import Statistics
@@ -55,7 +55,7 @@ from dpllm.text.rendering import joined
 
 
 def quote_of(config: RunConfig, request: InferenceRequest) -> tuple[ReleaseQuote, Refused | None]:
-    """What would be promised, and what the ledger would say; spends nothing."""
+    """The quote of a request, and the ledger's refusal if there is one; spends nothing."""
     with opened(config, request.delta, config.data.control, max_delta=DELTA, create=False) as source:
         source.refuse_tuned(config)
         quoted = _quote(config, request, source)
@@ -69,39 +69,39 @@ def _quote(config: RunConfig, request: InferenceRequest, source: Opened) -> Rele
 
 
 def _reservation(config: RunConfig, quoted: ReleaseQuote) -> RunRequest:
-    whose = config.data.unit, quoted.relation
-    return RunRequest(quoted.event, quoted.delta, 1, *whose, "synthesize: inference", final=config.privacy.final)
+    owner = config.data.unit, quoted.relation
+    return RunRequest(quoted.event, quoted.delta, 1, *owner, "synthesize: inference", final=config.privacy.final)
 
 
 def private_of(output: Path) -> Path:
-    """Where figures go that may not be published with the rows."""
+    """The folder for figures that may not be published with the rows."""
     return output.with_name(f"{output.name}-private")
 
 
 def infer(config: RunConfig, request: InferenceRequest, output: Path, not_measured: Tell | None = None) -> Path:
-    """Writes a data set; what was interrupted goes on where it stopped.
+    """Writes a data set; an interrupted call continues where it stopped.
 
     Args:
         config: The recipe: data, base model, ledger and card.
-        request: What is asked for.
+        request: Size, epsilon and settings of the data set.
         output: A new folder.
-        not_measured: As in ``synthesize``, with ``private_of`` the folder; data.eval has the rows to compare with.
+        not_measured: As in ``synthesize``, with ``private_of`` as the private folder; data.eval holds the rows to compare with.
 
     Raises:
-        ConfigError: See ``quote``; an unsuitable prompt or statistics; a folder that holds something, or a draft of another call.
-        BudgetExceeded: The ledger has no room; nothing is spent.
-        Refused: The base model was tuned on the same data, or cannot be read in batches; or data.eval are training data, or
-            declared public and are not.
+        ConfigError: See ``quote``; the prompt or the statistics are unsuitable; the folder exists, or a draft has other settings.
+        BudgetExceeded: The budget does not admit the request; nothing is spent.
+        Refused: The base model was tuned on the same data, or cannot be read in batches; or data.eval are training data, or are
+            declared public and are private.
     """
     config = config if not_measured else without_evaluation(config)
     if output.exists():
         raise ConfigError(f"{output}: already exists. Type another --output, or remove it.")
     if request.prompt.count(FIELD) != 1 or any("\ud800" <= letter <= "\udfff" for letter in request.prompt):
-        raise ConfigError(f"--prompt {request.prompt!r}: has to say once, with {FIELD}, where a record stands.")
+        raise ConfigError(f"--prompt {request.prompt!r}: must hold {FIELD} exactly once, in place of the record.")
     if bool(config.data.control) != bool(request.describe):
         raise ConfigError(
-            "texts are asked for by data.control as often as released shares say, so the two belong together. Type both, such as "
-            "--data.control '[visit]' --describe FILE, as dpllm describe writes it; or neither."
+            "values of data.control are drawn by their released shares, so each needs the other. Type both, such as "
+            "--data.control '[visit]' --describe FILE, with a file of dpllm describe; or neither."
         )
     refuse_adapter(config)
     with (
@@ -110,14 +110,14 @@ def infer(config: RunConfig, request: InferenceRequest, output: Path, not_measur
     ):
         if source.table.format == "messages":
             raise ConfigError(
-                "rows of messages are conversations, and a record stands in a prompt as one text. Use text, or prompts and "
+                "rows of messages are conversations, and a prompt shows a record as one text. Use text, or prompts and "
                 "completions."
             )
         job = _Job(config, request, source)
         job.load()
-        job.pay(output.with_name(f".{output.name}.draft.jsonl"))
+        job.reserve(output.with_name(f".{output.name}.draft.jsonl"))
         rows, dropped = job.write()
-        quality = report(rows, job.beside(), private_of(output), not_measured) if not_measured else None
+        quality = report(rows, job.comparison(), private_of(output), not_measured) if not_measured else None
         job.publish(rows, dropped, quality, output)
         job.draft.path.unlink()
     return output
@@ -134,21 +134,21 @@ class _Job:
         self.tokenizer: Any = loading.load_tokenizer(config.model, config.data)
 
     def load(self) -> None:
-        """The model, and all that may fail, before anything is spent on what it could not read."""
+        """Loads the model and reads every record, so that failures come before anything is spent."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = loading.load_base(self.config.model, device).eval()
         loading.check_outliers(self.model)
         loading.check_vocabulary(self.model, self.tokenizer)
         self.ends = end_tokens(self.model, self.tokenizer)
         if not self.ends and UNFINISHED in self.filters:
-            raise ConfigError("the model has no end token, so that all texts would be dropped. Type --keep-unfinished.")
+            raise ConfigError("the model has no end token, so all texts would be dropped. Type --keep-unfinished.")
         lines = [layouts.code_line(self.config.data.control, values) for values in self.shares] or [""]
         longest = max((self._prompts(line)([]) for line in lines), key=len)
         width, new = len(longest) + self.config.data.max_length, self.request.max_new_tokens
         max_positions = loading.positions(self.model)  # public
         if max_positions is not None and width + new > max_positions:
             raise ConfigError(
-                f"a prompt of {width} tokens and {new} new ones exceed the {max_positions} that the model reads. Lower "
+                f"a prompt of {width} tokens and {new} new ones exceed the {max_positions} positions of the model. Lower "
                 "data.max_length or --max-new-tokens."
             )
         for index in range(len(self.source.units)):
@@ -157,16 +157,16 @@ class _Job:
         self.reader = Reader(self.model, width, longest, rows, further=new)  # for all texts
         self.reader.lower_in_company(len(self.tokenizer))
 
-    def pay(self, path: Path) -> None:
-        """Reserves and charges, or goes on with what was paid for."""
+    def reserve(self, path: Path) -> None:
+        """Reserves and charges, or continues the draft of an earlier reservation."""
         source, ledger, policy = self.source, self.source.ledger, self.source.policy
         assert ledger is not None
         settings = asdict(self.request) | {"describe": self.released and digest(self.released.to_json())}
-        for name in ("keep_unfinished", "min_words", "delta", "batch"):  # which decide no draw, or are resolved below
+        for name in ("keep_unfinished", "min_words", "delta", "batch"):  # they affect no draw, or are resolved below
             del settings[name]
         settings |= {"ballot": asdict(self.quote.ballot), "delta": source.delta, "software": processes.versions()}
         settings |= {"rows of the data": source.table.digest, "units of the data": source.units.digest()}
-        unread = {"eval", "eval_split", "eval_public"}  # rows that nobody votes with
+        unread = {"eval", "eval_split", "eval_public"}  # rows that do not vote
         settings |= {"data": self.config.data.model_dump(mode="json", exclude=unread)}
         settings |= {"model": self.config.model.model_dump(mode="json")}
         request = _reservation(self.config, self.quote)
@@ -178,16 +178,16 @@ class _Job:
             return {"entry": claim.entry, "codes": secrets.randbits(256), "coins": secrets.randbits(256)}
 
         self.draft = Draft(path, settings, begin)
-        self.draft.add()  # at once: what is reserved is not reserved again
+        self.draft.add()  # immediately, so the next call does not reserve again
         entry = self.draft.facts["entry"]
         if (run := ledger.run(entry)).state not in ("reserved", "running", "interrupted"):
             raise Refused(
-                f"entry {entry} of the ledger is {run.state}, so nothing more is drawn by it. Remove {path}, and pay anew."
+                f"entry {entry} of the ledger is {run.state}, so nothing more is drawn by it. Remove {path}, and pay again."
             )
         if not run.steps:
             ledger.charge(entry, 1)
         self.reservation = Reservation(entry, ledger)
-        self.tokens = defaultdict[int, list[int | None]](list)  # drawn so far, by text; None: a crash lost it
+        self.tokens = defaultdict[int, list[int | None]](list)  # text -> drawn tokens; None: a crash lost the token
         for text, *token in self.draft.lines:
             if token:
                 self.tokens[text][-1] = token[0]
@@ -195,14 +195,14 @@ class _Job:
                 self.tokens[text].append(None)
 
     def _next(self, number: int, draw: Callable[[], int]) -> int:
-        """The next token of a text. That it is drawn is on the disk before it is, and what a crash loses counts as drawn."""
+        """Draws the next token of a text. Each draw is on disk before it happens, so a draw that a crash loses counts too."""
         self.draft.add([number])
         token = draw()
         self.draft.add([number, token])
         return token
 
     def write(self) -> tuple[list[dict[str, str]], dict[str, int]]:
-        """Texts until there are enough rows, or no batch is left; and how many were dropped for each reason."""
+        """Draws texts until there are enough rows or no batch is left; returns rows, and counts of dropped texts by reason."""
         rows: list[dict[str, str]] = []
         dropped = Counter(dict.fromkeys((*self.filters, DUPLICATE), 0))
         columns, names, weights = self.config.data.control, list(self.shares), list(self.shares.values())
@@ -221,7 +221,7 @@ class _Job:
         if not rows:
             reason = ", ".join(f"{name}: {count}" for name, count in dropped.items())
             raise ConfigError(
-                f"the filters dropped all of {dropped.total()} texts ({reason}), and no batch votes twice. Type other "
+                f"the filters dropped all {dropped.total()} texts ({reason}), and no batch votes twice. Type other "
                 "filters, such as --keep-unfinished, with the same command: the tokens are kept."
             )
         return rows, dict(dropped)
@@ -234,15 +234,15 @@ class _Job:
             batch_of = [coin.randrange(texts) for _ in range(len(units))]
         members: list[list[int]] = [[] for _ in range(texts)]
         for number, batch in enumerate(batch_of):
-            if batch < texts:  # else the last units, too few for another batch
+            if batch < texts:  # the last units are too few for another batch
                 members[batch].append(number)
         for numbers in members:
             yield [units[number] for number in numbers]
 
     def _text(self, number: int, batch: Sequence[Sequence[Row]], line: str) -> Sample:
-        drawn = self.tokens[number]
-        tokens = [token for token in drawn if token is not None]
-        remaining = self.request.max_new_tokens - len(drawn) if self.ends.isdisjoint(tokens) else 0
+        draws = self.tokens[number]
+        tokens = [token for token in draws if token is not None]
+        remaining = self.request.max_new_tokens - len(draws) if self.ends.isdisjoint(tokens) else 0
         if remaining:
             reader, prompts = self.reader, self._prompts(line)
             rows = [prompts([]), *(prompts(self._record(row)) for unit in batch for row in unit)]
@@ -258,13 +258,13 @@ class _Job:
         return Sample(number, None, text.strip(), not self.ends.isdisjoint(tokens))
 
     def _draw(self, logits_RV: np.ndarray[Any, Any], sizes: Sequence[int]) -> int:
-        """A token that units vote for, each with as many rows as ``sizes`` says; the first row is of the public prompt."""
-        public_V, *of_units = np.split(logits_RV.astype(np.float64), np.cumsum([1, *sizes])[:-1])
-        votes = [self.quote.ballot.vote(of_unit_RV, public_V[0]) for of_unit_RV in of_units]
+        """Draws a token by the units' votes; ``sizes`` are their numbers of rows, after the first row, of the public prompt."""
+        public_V, *unit_logits = np.split(logits_RV.astype(np.float64), np.cumsum([1, *sizes])[:-1])
+        votes = [self.quote.ballot.vote(unit_logits_RV, public_V[0]) for unit_logits_RV in unit_logits]
         return self.quote.ballot.draw(votes, public_V[0], secrets.randbelow)
 
     def _record(self, row: Row) -> list[int]:
-        """A row as a prompt shows it, cut to data.max_length tokens."""
+        """The tokens of a row in its prompt, cut to data.max_length."""
         data = self.config.data
         if self.source.table.format == "text":
             text = row.parts["text"]
@@ -274,7 +274,7 @@ class _Job:
         return list(ids[: data.max_length])
 
     def _prompts(self, line: str) -> Callable[[Sequence[int]], list[int]]:
-        """From the tokens of a record to those of its prompt, behind which the text is drawn."""
+        """A function from the tokens of a record to those of its prompt, after which the text is drawn."""
         prefix, suffix = self._around()
         start = self.tokenizer(line, add_special_tokens=False)["input_ids"] if line else []
         return lambda record: [*prefix, *record, *suffix, *start]
@@ -283,14 +283,14 @@ class _Job:
         tokenizer, prompt = self.tokenizer, self.request.prompt
         if tokenizer.chat_template:
             turn = [{"role": "user", "content": prompt}]
-            wrong = f"the chat template of {self.config.model.name_or_path}"
+            subject = f"the chat template of {self.config.model.name_or_path}"
             try:
                 prompt = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
-            except Exception as error:  # of a template, which is a program
-                raise ConfigError(f"{wrong} fails: {error}. Use another --model.") from None
+            except Exception as error:  # whatever a template raises
+                raise ConfigError(f"{subject} fails: {error}. Use another --model.") from None
             if prompt.count(FIELD) != 1:
                 raise ConfigError(
-                    f"{wrong} does not show a user's turn once, where a record stands. Use another --model."
+                    f"{subject} does not show a user's turn exactly once, so no record fits in. Use another --model."
                 )
         else:
             prompt = (tokenizer.bos_token or "") + prompt + "\n\n"
@@ -298,26 +298,26 @@ class _Job:
         encoded = tokenizer([prefix, suffix], add_special_tokens=False)["input_ids"]
         return encoded[0], encoded[1]
 
-    def beside(self) -> Beside:
-        """The records themselves, and rows that did not vote."""
+    def comparison(self) -> Comparison:
+        """The records that voted, and evaluation rows, which did not vote."""
         data = self.config.data
         declared = synthetic.declared_sides(data.public, data.eval_public)
-        beside = Beside(data, self.tokenizer, declared, self.released, {TRAINING: self.source.table})
+        comparison = Comparison(data, self.tokenizer, declared, self.released, {TRAINING: self.source.table})
         if data.eval is None:
-            beside.missing.append("evaluation rows: data.eval names none")
-            return beside
+            comparison.missing.append("evaluation rows: data.eval names none")
+            return comparison
         with scratch() as cache:
-            beside.read(EVALUATION, partial(load_table, data.eval, data, data.eval_split, cache))
-        return beside
+            comparison.read(EVALUATION, partial(load_table, data.eval, data, data.eval_split, cache))
+        return comparison
 
     def publish(
         self, rows: Sequence[dict[str, str]], dropped: dict[str, int], quality: Quality | None, output: Path
     ) -> None:
-        """The folder, with its card; closes the reservation."""
+        """Writes the folder with its card, and closes the reservation."""
         config, source, quoted, policy = self.config, self.source, self.quote, self.source.policy
         columns, model = config.data.control, config.model
         dataset, parent, book = policy.dataset, policy.derived_from, source.ledger
-        # What the base model states of its own training, which was on other data.
+        # Guarantees that the base model states for its own training, on other data.
         base_lineage = lineage.compose_with_base(
             of_base(config), config, dataset=dataset, derived_from=parent, book=book, plan=None
         )
@@ -357,16 +357,16 @@ class _Job:
 def _shares(
     released: Statistics | None, config: RunConfig, source: Opened, quoted: ReleaseQuote
 ) -> dict[tuple[str, ...], float]:
-    """How often each combination of control values is asked for, of statistics that the same account paid for."""
+    """Weights of the combinations of control values, from statistics that the same account paid for."""
     if released is None:
         return {}
-    name, ledger, whose = layouts.shares_of(config.data.control), source.ledger, (source.account, config.data.unit)
+    name, ledger, subject = layouts.shares_of(config.data.control), source.ledger, (source.account, config.data.unit)
     counts = released.positive(name)
     paid = {run.reservation.entry for run in ledger.runs(source.account)} if ledger else set()
-    same = (released.dataset, released.unit, released.neighbouring_relation) == (*whose, quoted.relation)
-    if not counts or not same or not {release.entry for release in released.releases} <= paid:
+    is_same = (released.dataset, released.unit, released.neighbouring_relation) == (*subject, quoted.relation)
+    if not counts or not is_same or not {release.entry for release in released.releases} <= paid:
         raise ConfigError(
-            f"--describe: holds no {name!r} that the ledger knows of {source.account}, by {config.data.unit}. Type dpllm "
+            f"--describe: holds no {name!r} that the ledger charged to {source.account}, by {config.data.unit}. Type dpllm "
             "describe --shares with the same data, unit and ledger first."
         )
     return {tuple(value.split(layouts.SEPARATOR)): count for value, count in counts.items()}

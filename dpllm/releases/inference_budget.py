@@ -1,4 +1,4 @@
-"""What private inference is asked for, and what it would promise: batch, clip and epsilon.
+"""Requests for private inference, and their quotes: batch, clip and epsilon.
 
 Comes in: a request, the public number of units. Goes out: a ``ReleaseQuote``, or a refusal. Must not read data or a model.
 """
@@ -17,24 +17,24 @@ from dpllm.privacy.events import BoundedRange, number
 FIELD = "{text}"
 PROMPT = f"Here is one text of a collection:\n\n{FIELD}\n\nWrite another text of this collection. Answer with the text alone."
 DELTA = 1e-5
-MOST_CLIP = 4.0  # of the temperature: a larger vote is hardly ever cast
+MOST_CLIP = 4.0  # maximum of clip / temperature; larger votes are rare
 
 
 @dataclass(frozen=True)
 class InferenceRequest:
-    """What is asked for.
+    """A request for private inference.
 
     Attributes:
-        rows: At most so many; fewer where filters drop texts and no batch is left.
-        epsilon: Of all rows together, > 0.
+        rows: Maximum number of rows; there are fewer if filters drop texts and no batch is left.
+        epsilon: Total of all rows, > 0.
         delta: See ``releases.describe.opened``.
-        max_new_tokens: T, the most draws for one text.
-        batch: B; None: the smallest that allows C to be ``MOST_CLIP`` tau, but at most N over the rows.
+        max_new_tokens: T, the maximum number of draws for one text.
+        batch: B; None: the smallest that allows C to be ``MOST_CLIP`` tau, but at most N / rows.
         temperature: tau.
-        top_k: Of the public candidates; 0: all tokens.
-        prompt: What a record stands in, at {text}; the public prompt has nothing there.
+        top_k: Number of candidates by the public logits; 0: all tokens.
+        prompt: Prompt that holds the record at {text}; the public prompt has nothing there.
         describe: File of ``dpllm describe`` with the shares of data.control.
-        keep_unfinished: See ``draft.filters`` for this and min_words.
+        keep_unfinished: See ``draft.filters``, also for min_words.
     """
 
     rows: int
@@ -52,7 +52,7 @@ class InferenceRequest:
 
 @dataclass(frozen=True)
 class ReleaseQuote:
-    """What would be promised: the ballot, epsilon at delta for N units, and how many texts there can be."""
+    """The terms of a request: the ballot, epsilon at delta for N units, and the maximum number of texts."""
 
     ballot: Ballot
     event: BoundedRange
@@ -64,16 +64,16 @@ class ReleaseQuote:
 
 
 def quote(request: InferenceRequest, units: int, delta: float, relation: Relation) -> ReleaseQuote:
-    """The ballot of a request, with the largest clip that keeps to epsilon, but at most ``MOST_CLIP`` tau.
+    """The quote of a request, with the largest clip within epsilon, but at most ``MOST_CLIP`` tau.
 
     Args:
-        request: What is asked for.
-        units: N, or as declared.
-        delta: Resolved.
+        request: The request.
+        units: N, counted or declared.
+        delta: Resolved delta, in (0, 1).
         relation: The neighbouring relation.
 
     Raises:
-        ConfigError: A setting is out of range, epsilon is too small for any vote, or N has not so many batches.
+        ConfigError: A setting is out of range, epsilon is too small for any vote, or N units make too few batches.
     """
     number("--epsilon", request.epsilon, 0.0, 1000.0)
     number("--temperature", request.temperature, 1e-6, 1e6, including=True)
@@ -91,7 +91,7 @@ def quote(request: InferenceRequest, units: int, delta: float, relation: Relatio
     event, texts = ballot.event(request.max_new_tokens), units // size
     spent = epsilon(event, delta, relation)
     if spent > request.epsilon or texts < request.rows:
-        fit = f"the least votes cost epsilon {spent:.4g}" if spent > request.epsilon else f"{texts} texts fit"
+        fit = f"the smallest votes cost epsilon {spent:.4g}" if spent > request.epsilon else f"{texts} texts fit"
         raise ConfigError(
             f"{request.rows} rows by batches of {size} of {units:,} units at epsilon {request.epsilon:g} and delta {delta:g}: "
             f"{fit}. Ask for fewer --rows or --max-new-tokens, raise --epsilon, or leave --batch out."
@@ -103,11 +103,11 @@ def _largest_range(request: InferenceRequest, delta: float, relation: Relation) 
     def cost(eta: float, accountant: str) -> float:
         return epsilon(BoundedRange(eta, request.max_new_tokens), delta, relation, accountant)
 
-    low, high = 1e-6, 100.0  # by the quick accountant, which overstates
+    low, high = 1e-6, 100.0  # with the fast accountant, which overstates epsilon
     for _ in range(40):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if cost(middle, "rdp") <= request.epsilon else (low, middle)
-    for _ in range(6):  # epsilon grows no faster than the square, so that this approaches from below
+    for _ in range(6):  # epsilon grows at most with the square of eta, so this approaches from below
         further = low * math.sqrt(request.epsilon / max(cost(low, "pld"), 1e-9))
         if further > 100 or cost(further, "pld") > request.epsilon:
             break

@@ -1,7 +1,7 @@
-"""Preference labels made private at the source; ``run.subject`` reads them again for training.
+"""Randomised response for preference labels; ``run.subject`` reads them for training.
 
-Comes in: pairs whose labels are true. Goes out: a file of the same pairs, of which each label was flipped by a coin, and a
-record. Coins and the number of flips are kept nowhere.
+Comes in: pairs with true labels. Goes out: a file of the same pairs, with each label flipped by a coin, and a record. Coins and
+the number of flips are not stored.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from dpllm.text import data
 from dpllm.text.layouts import FIELDS, Row
 
 RECIPE = {"model.name_or_path": "none", "data.format": "preference", "train.objective": "dpo"}  # around the data
-_FIELDS, _DELTA = FIELDS["preference"], 1e-9  # of the ledger's figure alone: the event has none
+_FIELDS, _DELTA = FIELDS["preference"], 1e-9  # delta only for the ledger's total: the event has none
 
 
 def randomize(
     config: RunConfig, epsilon: float, output: Path, below: Below = secrets.randbelow, *, again: bool = False
 ) -> LabelRecord:
-    """Flips each label once, writes pairs and record, and charges the account of these labels.
+    """Flips each label at random once, writes pairs and record, and charges the account of these labels.
 
-    Of a row, the new file has its prompt, its answers and its unit: a score or a rating would tell the label.
+    The new file has only the prompt, answers and unit of a row: a score or a rating would reveal the label.
 
     Args:
-        config: Whose pairs, of which unit with at most how many labels (``data.max_examples_per_unit``), and which ledger.
-        epsilon: Of one label, above 0.001 and at most 50.
-        output: The new file, of JSON lines; its record lies beside it.
-        below: As of ``labels.flipped``.
-        again: Also where some of these labels were drawn before, which costs as much once more.
+        config: The recipe: pairs, unit, most labels of a unit (``data.max_examples_per_unit``), ledger.
+        epsilon: Epsilon of one label, above 0.001 and at most 50.
+        output: The new file, of JSON lines; the record is next to it.
+        below: Uniform random integers, see ``privacy.releases.flipped``.
+        again: Draw even if some of these labels were drawn before, at the full cost again.
 
     Raises:
-        ConfigError: ``output`` is there already.
+        ConfigError: ``output`` exists.
         DataError: The pairs cannot be read, or one unit has more labels.
-        Refused: A draw of some of these labels was begun before, or the ledger has no room; nothing is spent.
+        Refused: Some of these labels were drawn before, or the budget does not admit the draw; nothing is spent.
 
     Guarantee:
         The new file is epsilon-differentially private under a change of one label, and max_labels epsilon under a change of all
-        labels of one unit; delta is 0. Prompts, answers and units are as they were, and are not protected.
+        labels of one unit; delta is 0. Prompts, answers and units are unchanged and not protected.
     """
     number(
         "--epsilon", epsilon, 1e-3, 50.0
-    )  # below, labels are coins, and the debiased loss divides by next to nothing
+    )  # below, labels are nearly coins, and the debiased loss divides by almost 0
     with alone(output, output.with_name(f".{output.name}.lock")), scratch() as cache:
         if output.suffix != ".jsonl":
-            raise ConfigError(f"--output {output}: is a file of JSON lines. Type a name that ends with .jsonl.")
+            raise ConfigError(f"--output {output}: must be a file of JSON lines. Type a name that ends with .jsonl.")
         if existing := next((path for path in (output, record_of(output)) if path.exists()), None):
-            raise ConfigError(f"{existing}: is there already, and would be lost. Type another --output.")
+            raise ConfigError(f"{existing}: exists already, and would be lost. Type another --output.")
         table = _checked_table(config.data, cache)
         with open_ledger(config.privacy.ledger) as ledger:  # type: ignore[union-attr]
             claim = _charge(ledger, config, table, epsilon, again)
@@ -83,9 +83,8 @@ def randomize(
                 date=time.strftime("%Y-%m-%d", time.gmtime()),
                 file_sha256=sha256_of(text).hexdigest(),
             ).with_account(added(*ledger.account(claim.dataset).events()))
-            write_json(
-                record_of(output), record.to_json(), mode=0o600
-            )  # first: a file without it would be taken as true
+            # The record first: without one, the labels would be taken for true ones.
+            write_json(record_of(output), record.to_json(), mode=0o600)
             write_whole(output, text, mode=0o600)
             ledger.finish(claim.entry, "completed")
             return record
@@ -94,13 +93,11 @@ def randomize(
 def _checked_table(settings: DataConfig, cache: Path) -> data.Table:
     if (previous := randomised(settings)) is not None:
         raise Refused(
-            f"{previous}: its labels were randomised already ({record_of(previous).name} lies beside it): the loss could not "
-            "know that they were flipped twice. Train on it as it is."
+            f"{previous}: its labels were randomised already ({record_of(previous).name} is next to it), and the loss could not "
+            "correct for two flips. Train on it as it is."
         )
     if settings.unit in _FIELDS:
-        raise ConfigError(
-            f"--unit {settings.unit}: is a text, and which one it is follows from the label. Name another column."
-        )
+        raise ConfigError(f"--unit {settings.unit}: is a text, and the label decides which one. Name another column.")
     table = data.load_table(settings.train, settings, settings.train_split, cache)
     if settings.unit != "example" and sum(map(len, data.group_rows(table, settings))) < len(table.rows):
         raise DataError(
@@ -111,7 +108,7 @@ def _checked_table(settings: DataConfig, cache: Path) -> data.Table:
         turns = [turn for field in _FIELDS if isinstance(row.parts[field], list) for turn in row.parts[field]]
         if not all(isinstance(turn.get("content") or "", str) for turn in turns):
             raise DataError(
-                f"{table.location(position)} has a message whose content is no text, which could tell a label. Drop the row."
+                f"{table.location(position)} has a message whose content is not text and could reveal a label. Drop the row."
             )
     return table
 
@@ -120,8 +117,8 @@ def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float
     records = fingerprint(table.parts(), _FIELDS, ledger.records.label_key())
     if config.data.unit == "example" and len(records.hashes) // HASH_BYTES < records.num_records:
         raise DataError(
-            f"{table.name}: some pairs stand there twice, and their label would be flipped twice for one payment. Drop them, or "
-            "type --unit and --max-labels."
+            f"{table.name}: has some pairs twice, so their label would be flipped twice for one payment. Drop them, or type "
+            "--unit and --max-labels."
         )
     event = PureDP((config.data.max_examples_per_unit or 1) * epsilon)
     request = RunRequest(event, _DELTA, 1, config.data.unit, "label_changed", "randomize-labels")
@@ -135,8 +132,8 @@ def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float
         if error.reason not in ("overlap", "renamed"):
             raise
         raise Refused(
-            f"{table.name}: some of these labels are of {error.dataset} in the ledger, and elsewhere they would have a second "
-            f"account. To charge them to the same people, type --dataset {error.dataset.removeprefix(LABELS)!r}.",
+            f"{table.name}: some of these labels belong to {error.dataset} in the ledger, and would get a second account. To "
+            f"charge them to the same people, type --dataset {error.dataset.removeprefix(LABELS)!r}.",
             dataset=error.dataset,
             reason=error.reason,
         ) from None
@@ -146,12 +143,14 @@ def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float
 
 def _already_drawn(ledger: Ledger, table: str, dataset: str, event: PureDP) -> Refused:
     account = ledger.account(dataset)
-    held, unit = added(*account.events()), account.runs[0].reservation.unit
-    died = "" if all(run.state not in OPEN for run in account.runs) else "One never ended, and its file may be there. "
+    spent, unit = added(*account.events()), account.runs[0].reservation.unit
+    note = (
+        "" if all(run.state not in OPEN for run in account.runs) else "One draw never ended, and its file may exist. "
+    )
     return Refused(
-        f"{table}: some of these labels were randomised before ({dataset} in the ledger). {died}Another draw costs epsilon "
-        f"{event.epsilon:g} more for one {unit}, {held + event.epsilon:g} in all, since two files tell a label better than "
-        "one. Train on the file of that time, or type --again to pay for another.",
+        f"{table}: some of these labels were randomised before ({dataset} in the ledger). {note}Another draw costs epsilon "
+        f"{event.epsilon:g} more for one {unit}, {spent + event.epsilon:g} in all, since two files reveal a label better than "
+        "one. Train on the earlier file, or type --again to pay for another.",
         dataset=dataset,
         reason="labels_again",
     )
@@ -166,5 +165,5 @@ def _flipped(row: Row, unit: str, epsilon: float, below: Below) -> str:
 
 
 def _plain(text: Any) -> Any:
-    """Of messages, who says what: a score or a weight of one would tell the label."""
+    """Keeps only role and content of messages: a score or a weight would reveal the label."""
     return [{key: turn.get(key) for key in ("role", "content")} for turn in text] if isinstance(text, list) else text

@@ -1,8 +1,8 @@
-"""Nothing private in what is published: no canary's text, no text of a row; and what a synthetic data set repeats.
+"""Searches published files for private text, from canaries or rows; counts what a synthetic data set repeats.
 
-Comes in: a run directory, and the names of files in its export/ or another folder. Goes out: what could not be searched, or a
-refusal, which names files and row numbers and quotes nothing. It reads the rows that training kept for ``publish``, which reads
-none.
+Comes in: a run directory, and the names of files in its export/ or another folder. Goes out: messages about what could not be
+searched, or a refusal, which names files and row numbers and quotes nothing. Must not change files. It reads the training rows
+for ``publish``, which reads none.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from dpllm.text.layouts import FIELDS, Format, strings
 from dpllm.text.prompts import most_private, owners, private_among, read_again
 
 MOST_ROWS = 20_000
-"""Of the training data that are searched for; more take seconds."""
+"""Maximum number of training rows to search for; more would take seconds."""
 WORDS = 8
-"""A run of so many words of a row is its text; a shorter row counts if it has half as many and 20 letters."""
+"""Eight consecutive words of a row count as its text; a shorter row counts if it has four words and 20 letters."""
 _TENSORS = ".safetensors"
 _WORD = re.compile(r"\w+")
-_ALONE = r"(?<!\w)(?<!\d\.){}(?!\w|\.\d)"  # six digits stand in some longer number of a table, or in a hash, by chance
+_ALONE = r"(?<!\w)(?<!\d\.){}(?!\w|\.\d)"  # six digits can be a part of a longer number or a hash by chance
 _SHORT = 20
-_SURE = 10  # letters or digits of a secret that nothing holds by chance, alone or within a longer word
+_SURE = 10  # letters or digits of a secret that is never a part of other text by chance
 _SMALL, _LARGE, _LARGEST = 2**20, 2**22, 2**26  # bytes
 
 Words = tuple[str, ...]
 
 
 def search(run: RunDir, names: Sequence[str], folder: Path) -> list[str]:
-    """Looks for texts of canaries and of the training data, as far as they are at hand.
+    """Searches files for texts of canaries and training data, if these are available.
 
     Args:
-        run: For texts from whose private/ and training data is searched.
-        names: Files in the folder, regular ones.
-        folder: What is searched.
+        run: The run whose canaries (in private/) and training data are searched for.
+        names: Regular files in the folder.
+        folder: The folder to search.
 
     Returns:
-        What could not be searched, or not be searched for, in sentences.
+        Sentences about what could not be searched, or not be searched for.
 
     Raises:
         Refused: A file holds such text.
         OSError: A file cannot be read.
     """
-    # A name says nothing of what a file holds; of safetensors the header is text, and its tensors are hashed elsewhere.
+    # All files are searched, whatever their names; of safetensors only the header, as the tensors are hashed elsewhere.
     large = [name for name in names if (folder / name).stat().st_size > _LARGE and Path(name).suffix != _TENSORS]
     texts = {name: _text(folder / name) for name in names if name not in large}
     missed = [f"large files: {', '.join(large)}: too large to be searched for text, and most likely the tokenizer's."]
@@ -60,7 +60,7 @@ def search(run: RunDir, names: Sequence[str], folder: Path) -> list[str]:
 
 
 def in_rows(run: RunDir, path: Path, statement: PrivacyRecord) -> Iterator[str]:
-    """Looks for private text in a data set, and refuses what no guarantee covers: docs/decisions.md says what, and why."""
+    """Searches a data set for private text, and refuses text that no guarantee covers; see docs/decisions.md."""
     if path.stat().st_size > _LARGEST:
         yield "private text in the rows: they are too large to be searched."
         return
@@ -84,9 +84,9 @@ def in_rows(run: RunDir, path: Path, statement: PrivacyRecord) -> Iterator[str]:
 
 
 def _text(path: Path) -> str:
-    """Whatever text a file holds: its strings, where it is JSON, and its bytes, with or without a zero beside each."""
+    """All text in a file: the strings of JSON, and its bytes without zeros, so that UTF-16 is read too."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        # Of safetensors names and description, without the tensors.
+        # From safetensors only the header, with names and metadata.
         header_size = min(int.from_bytes(file.read(8), "little"), _LARGE) if path.suffix == _TENSORS else -1
         raw = file.read(header_size)
     text = raw.replace(b"\0", b"").decode("utf-8", errors="replace")
@@ -102,7 +102,7 @@ def text_of(row: Mapping[str, Any], fmt: Format) -> str:
 
 
 def spread(total: int, limit: int) -> Sequence[int]:
-    """Numbers of rows, evenly spread where there are more than ``most``."""
+    """All row numbers, or ``limit`` evenly spread ones if there are more."""
     return [n * total // limit for n in range(limit)] if total > limit else range(total)
 
 
@@ -115,11 +115,11 @@ def _canaries(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]
     secrets = {secret for canary in planted if len(secret := canary.secret.strip()) >= 6}
     hits = {*_matches([(n, "", f"{canary.carrier} {canary.secret}") for n, canary in enumerate(planted)], texts)}
     for file, text in texts.items():
-        if len(text) > _SMALL:  # the tokenizer's vocabulary: thousands of secrets in megabytes take too long
+        if len(text) > _SMALL:  # such as a vocabulary: searching megabytes for thousands of secrets takes too long
             hit = bool(secrets & set(_WORD.findall(text)))
         else:
-            near = [secret for secret in secrets if secret in text]
-            hit = any(len(secret) >= _SURE or re.search(_ALONE.format(re.escape(secret)), text) for secret in near)
+            present = [secret for secret in secrets if secret in text]
+            hit = any(len(secret) >= _SURE or re.search(_ALONE.format(re.escape(secret)), text) for secret in present)
         hits |= {file} if hit else set()
     if hits:
         raise Refused(
@@ -154,23 +154,23 @@ def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
 
 
 def _matches(rows: Iterable[tuple[int, str, str]], texts: dict[str, str], limit: float = math.inf) -> dict[str, int]:
-    """File -> a row of which it holds words in their order.
+    """File -> number of a row of which it holds consecutive words.
 
     Args:
-        rows: Number, owner and text of each.
-        texts: By file.
-        limit: Words of more owners than that are nobody's.
+        rows: Number, owner and text of each row.
+        texts: File -> text.
+        limit: Words that more owners than this share are not private.
     """
     long = [
         (number, owner, sequence)
         for number, owner, row in rows
         if len(sequence := words(row)) >= WORDS or (len(sequence) >= WORDS // 2 and sum(map(len, sequence)) >= _SHORT)
     ]
-    read = {file: words(text) for file, text in texts.items()}
+    file_words = {file: words(text) for file, text in texts.items()}
     index: dict[Words, str] = {}
     for length in {min(len(sequence), WORDS) for _, _, sequence in long}:
-        for file, sequence in read.items():
-            if length == WORDS or len(texts[file]) <= _SMALL:  # of shorter runs a vocabulary holds many by chance
+        for file, sequence in file_words.items():
+            if length == WORDS or len(texts[file]) <= _SMALL:  # a vocabulary holds many shorter runs by chance
                 index |= dict.fromkeys(grams(sequence, length), file)
     matches: dict[Words, dict[int, str]] = defaultdict(dict)
     for number, owner, sequence in long:
@@ -189,5 +189,5 @@ def words(text: str) -> Words:
 
 
 def grams(text: Words, length: int) -> set[Words]:
-    """Every run of so many words."""
+    """Every run of ``length`` consecutive words."""
     return {text[start : start + length] for start in range(len(text) - length + 1)}

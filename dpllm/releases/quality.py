@@ -1,10 +1,10 @@
-"""How good a synthetic data set is and what it gives away: figures that may be published, and figures that stay private.
+"""Quality and leakage of a synthetic data set: figures that may be published, and figures that stay private.
 
-Comes in: rows that were written, and what they are measured ``Beside``, which ``of_run`` finds for the model of a run. Goes out:
-``Quality``, a function of those rows, released statistics and data that are declared public; JSON for a private folder. Must not
-know how rows are written.
+Comes in: synthetic rows, and a ``Comparison``, which ``of_run`` makes for the model of a run. Goes out: ``Quality``, a function
+of those rows, released statistics and data that are declared public; JSON for a private folder. Must not know how rows are
+written.
 
-A figure is public where all that it reads beside the synthetic rows is declared public.
+A figure is public if everything that it reads besides the synthetic rows is declared public.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from dpllm.text.prompts import read_same
 
 Figures = dict[str, float | None]
 Tell = Callable[[str], None]
-"""Called with each thing that could not be measured."""
+"""Called with each message about a figure that could not be measured."""
 SYNTHETIC, TRAINING, EVALUATION = "synthetic", "training", "evaluation"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 LEARNED = 5000
-"""A classifier learns from at most so many rows."""
+"""Maximum number of rows from which a classifier learns."""
 MOST_CODES = 200
-"""So many of the commonest codes of a side have their share shown: with thousands a record would be one that verify refuses."""
+"""Number of the most common codes of a side whose shares are shown: verify refuses a record with thousands of them."""
 FOLDER = "synthetic-quality"
-"""In private/."""
+"""Folder in private/."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """Rows of one kind: texts, tokens of each text as training counts them, and the values of its control columns."""
+    """Rows of one kind: texts, numbers of tokens as in training, and values of control columns."""
 
     texts: list[str]
     lengths: list[float]
@@ -58,16 +58,16 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What rows are measured beside.
+class Comparison:
+    """Data with which synthetic rows are compared.
 
     Attributes:
         data: The recipe's data section.
         tokenizer: Counts tokens.
-        declared: Sides that may be published, as ``synthetic.declared_sides`` names them.
+        declared: Sides that may be published, with the names of ``synthetic.declared_sides``.
         released: Statistics that were released.
-        tables: Real rows by side, as far as they are here.
-        missing: What is not here, and why; more is added while measuring.
+        tables: Side -> real rows, if they are available.
+        missing: Messages about unavailable rows, with the reason; ``read`` adds to them.
     """
 
     data: DataConfig
@@ -78,78 +78,78 @@ class Beside:
     missing: list[str] = field(default_factory=list)
 
     def read(self, side: str, load: Callable[[], Table]) -> None:
-        """Reads the rows of a side, or keeps why it does not."""
+        """Reads the rows of a side, or stores the reason for the failure in ``missing``."""
         try:
             self.tables[side] = load()
         except (DpllmError, OSError) as error:
             self.missing.append(f"{side} rows: {error}")
 
 
-def report(rows: Sequence[dict[str, str]], beside: Beside, folder: Path, tell: Tell) -> Quality:
-    """``measure``, of which quality.json in a private folder gets what may not be published."""
-    public, private = measure(rows, beside)
+def report(rows: Sequence[dict[str, str]], comparison: Comparison, folder: Path, tell: Tell) -> Quality:
+    """Runs ``measure``, and writes all figures, private ones too, to quality.json in a private folder."""
+    public, private = measure(rows, comparison)
     write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
     for line in private["not_measured"]:
         tell(line)
     return public
 
 
-def of_run(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> Beside:
-    """What rows are measured beside that the model of a run wrote: its data, as far as they are here.
+def of_run(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> Comparison:
+    """The comparison for rows of a run's model: the run's data, if they are available.
 
-    Declared public is what both the recipe and its privacy statement say to be.
+    A side is declared public only if both the recipe and the privacy statement declare it.
     """
     from transformers import AutoTokenizer
 
     declared = public_sides(statement) - ({EVALUATION} if not config.data.eval_public else set())
-    beside = Beside(config.data, AutoTokenizer.from_pretrained(run.export), declared, statement.statistics)
-    beside.read(TRAINING, lambda: read_same(run.rows, config.data, "training", run.private / "cache"))
-    beside.read(EVALUATION, lambda: read_same(run.rows, config.data, "evaluation", run.private / "cache"))
-    return beside
+    comparison = Comparison(config.data, AutoTokenizer.from_pretrained(run.export), declared, statement.statistics)
+    comparison.read(TRAINING, lambda: read_same(run.rows, config.data, "training", run.private / "cache"))
+    comparison.read(EVALUATION, lambda: read_same(run.rows, config.data, "evaluation", run.private / "cache"))
+    return comparison
 
 
 def public_shares(run: RunDir, data: DataConfig) -> dict[tuple[str, ...], float]:
-    """How often each combination of control values stands in training rows, which the caller knows to be public."""
+    """Counts of each combination of control values in training rows, which the caller knows to be public."""
     table = read_same(run.rows, data, "training", run.private / "cache")
     return dict(Counter(tuple(value_name(row.codes.get(column)) for column in data.control) for row in table.rows))
 
 
-def measure(rows: Sequence[dict[str, str]], beside: Beside) -> tuple[Quality, dict[str, Any]]:
-    """Measures rows that were written.
+def measure(rows: Sequence[dict[str, str]], comparison: Comparison) -> tuple[Quality, dict[str, Any]]:
+    """Measures synthetic rows.
 
     Args:
-        rows: With the columns of the format and those of data.control.
-        beside: What else is read.
+        rows: Rows with the columns of the format and those of data.control.
+        comparison: The data to compare with.
 
     Returns:
-        What may be published, and what may not: ``figures`` by name, and ``not_measured``, which says what is not at hand or
-        cannot be read, and changes no figure that does not read it.
+        The publishable part; and the private part: ``figures`` by name, and ``not_measured``, messages about data that are
+        missing or cannot be read, which change no other figure.
 
     Guarantee:
-        The first part is a function of ``rows``, ``beside.released``, the recipe and the tokenizer; and of real rows only where
-        ``beside.declared`` has their side.
+        The first part is a function of ``rows``, ``comparison.released``, the recipe and the tokenizer; and of real rows only if
+        ``comparison.declared`` has their side.
     """
-    data = beside.data
+    data = comparison.data
     fmt: Format = next((fmt for fmt, fields in FIELDS.items() if rows and {*fields} <= rows[0].keys()), "text")
     coded = []
-    for row in rows:  # as load_table makes them
+    for row in rows:  # as load_table makes rows
         values = [value_name(row.get(column)) for column in data.control]
         coded.append(Row(row, codes=row, line=layouts.code_line(data.control, values) if data.control else ""))
-    tables = {SYNTHETIC: Table("the synthetic rows", coded, fmt), **beside.tables}
-    sides = {name: _side(table, data, beside.tokenizer) for name, table in tables.items()}
-    figures = _released(beside.released, data.control) | _repeated(sides)
+    tables = {SYNTHETIC: Table("the synthetic rows", coded, fmt), **comparison.tables}
+    sides = {name: _side(table, data, comparison.tokenizer) for name, table in tables.items()}
+    figures = _released(comparison.released, data.control) | _repeated(sides)
     for name, side in sides.items():
         figures |= _described(name, side)
     for column in data.control:
         figures |= _learned(sides, column)
-    public = {name: value for name, value in figures.items() if reads(name) <= beside.declared}
+    public = {name: value for name, value in figures.items() if reads(name) <= comparison.declared}
     private = {name: value for name, value in figures.items() if name not in public}
     sources = {TRAINING: data.train, EVALUATION: data.eval}
-    used = [
-        public_name(source) for name, source in sources.items() if source and name in sides.keys() & beside.declared
+    sources_read = [
+        public_name(source) for name, source in sources.items() if source and name in sides.keys() & comparison.declared
     ]
-    quality = Quality(figures=public, evaluation=", ".join(used) or None)
-    return quality, {"figures": private, "not_measured": beside.missing}
+    quality = Quality(figures=public, evaluation=", ".join(sources_read) or None)
+    return quality, {"figures": private, "not_measured": comparison.missing}
 
 
 def _side(table: Table, data: DataConfig, tokenizer: Any) -> Side:
@@ -166,8 +166,8 @@ def _released(released: Statistics | None, columns: Sequence[str]) -> Figures:
             figures[f"tokens, quantile {release.declared.quantile:g}: released"] = next(iter(release.value.values()))
         elif release.value and columns and release.statistic == layouts.shares_of(columns):
             total = max(1, sum(max(0, count) for count in release.value.values()))
-            often = Counter(release.value).most_common(MOST_CODES)
-            figures |= {f"share of {value}: released": max(0, count) / total for value, count in often}
+            common = Counter(release.value).most_common(MOST_CODES)
+            figures |= {f"share of {value}: released": max(0, count) / total for value, count in common}
     return figures
 
 
@@ -182,21 +182,21 @@ def _described(name: str, side: Side) -> Figures:
 
 
 def _learned(sides: Mapping[str, Side], column: str) -> Figures:
-    """Train on synthetic, test on real (TSTR); the same from as many real rows (TRTR), and by guessing."""
-    written, train, evaluation = (sides.get(name) for name in (SYNTHETIC, TRAINING, EVALUATION))
-    if written is None or evaluation is None:
+    """Train on synthetic, test on real (TSTR); train on as many real rows (TRTR); predict the most common value."""
+    synthetic, train, evaluation = (sides.get(name) for name in (SYNTHETIC, TRAINING, EVALUATION))
+    if synthetic is None or evaluation is None:
         return {}
     truth = evaluation.labels[column]
-    usual = [max(sorted(set(truth)), key=truth.count, default="")] * len(truth)
-    figures = _accuracy(f"{column} by the commonest value", usual, truth)
-    figures |= _accuracy(f"{column} by TSTR", _predict(written, column, len(written.texts), evaluation), truth)
+    majority = [max(sorted(set(truth)), key=truth.count, default="")] * len(truth)
+    figures = _accuracy(f"{column} by the commonest value", majority, truth)
+    figures |= _accuracy(f"{column} by TSTR", _predict(synthetic, column, len(synthetic.texts), evaluation), truth)
     if train:
-        figures |= _accuracy(f"{column} by TRTR", _predict(train, column, len(written.texts), evaluation), truth)
+        figures |= _accuracy(f"{column} by TRTR", _predict(train, column, len(synthetic.texts), evaluation), truth)
     return figures
 
 
 def _predict(learned: Side, column: str, max_words: int, test: Side) -> list[str] | None:
-    """What logistic regression on TF-IDF of words and pairs, learned from so many rows, says; None: there are no rows."""
+    """Predictions of logistic regression on TF-IDF of words and word pairs, from at most ``max_words`` rows; None: no rows."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
@@ -205,21 +205,21 @@ def _predict(learned: Side, column: str, max_words: int, test: Side) -> list[str
     texts, labels = ([side[number] for number in numbers] for side in (learned.texts, learned.labels[column]))
     if len(set(labels)) < 2 or not test.texts:
         return [labels[0]] * len(test.texts) if labels else None
-    # No words at all, which every text has: without a feature there would be an error.
+    # Every text has the empty feature (): without any feature there would be an error.
     features = TfidfVectorizer(analyzer=lambda text: {(), *grams(words(text), 1), *grams(words(text), 2)})
     model = make_pipeline(features, LogisticRegression(max_iter=1000)).fit(texts, labels)
     return list(map(str, model.predict(test.texts)))
 
 
 def _accuracy(name: str, predicted: Sequence[str] | None, truth: Sequence[str]) -> Figures:
-    """With Clopper and Pearson's 95% limits."""
+    """Accuracy with 95% limits by Clopper and Pearson."""
     if not predicted or not truth:
         return {f"{name}: accuracy": None}
-    right, total = sum(map(operator.eq, predicted, truth)), len(truth)
+    correct, total = sum(map(operator.eq, predicted, truth)), len(truth)
     return {
-        f"{name}: accuracy": right / total,
-        f"{name}: accuracy, low": 1 - _upper_percent(total - right, right),
-        f"{name}: accuracy, high": _upper_percent(right, total - right),
+        f"{name}: accuracy": correct / total,
+        f"{name}: accuracy, low": 1 - _upper_percent(total - correct, correct),
+        f"{name}: accuracy, high": _upper_percent(correct, total - correct),
     }
 
 
@@ -228,7 +228,7 @@ def _upper_percent(events: int, non_events: int) -> float:
 
 
 def _repeated(sides: Mapping[str, Side]) -> Figures:
-    """Shares of synthetic rows that repeat words of real ones; held-out rows are the control, of equal number."""
+    """Shares of synthetic rows that repeat words of real rows; an equal number of held-out rows is the control."""
     figures: Figures = {}
     of_rows = [grams(words(text), WORDS) for text in sides[SYNTHETIC].texts]
     real = {f"any {name} row": sides[name].texts for name in (EVALUATION, TRAINING) if name in sides}

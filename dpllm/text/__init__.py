@@ -1,1 +1,1 @@
-"""Text: sources, rows, the units whose text it is, tokens on disk."""
+"""Text: sources, rows, the units that own them, and tokens on disk."""

@@ -1,8 +1,8 @@
-"""Rows that were read, in memory or on disk: tables of them, and the owner of each row.
+"""Tables of rows, in memory or on disk, and the owner of each row.
 
-Comes in: a data source, the recipe's data section. Goes out: a ``Table`` of rows, as often as asked for and in any order, of
-which memory need not hold all; ``Groups`` of them, one for each privacy unit. This module reads private text; its errors name
-files, rows and columns and never the text of a row. It must not know what a token is.
+Comes in: a data source and the recipe's data section. Goes out: a ``Table`` of rows, which can be read repeatedly, in any order,
+and may be larger than memory; ``Groups`` of rows, one for each privacy unit. This module reads private text; its errors name
+files, rows and columns and never the text of a row. Must not know tokens.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from dpllm.text.sources import Raw, files, read_rows, unpacked
 
 T = TypeVar("T")
 BUFFER = 16 * 2**20
-"""Bytes of rows that are kept in memory; a corpus of fewer never touches the disk."""
+"""Bytes of rows that are kept in memory; a smaller corpus is never written to disk."""
 
 
 class ReadWhenAsked(Sequence[T]):
-    """A sequence that reads an item when it is indexed."""
+    """A sequence that reads each item when it is indexed."""
 
     @abstractmethod
     def _read(self, number: int) -> T: ...
@@ -65,15 +65,15 @@ class ReadWhenAsked(Sequence[T]):
 
 
 class StoredRows(ReadWhenAsked[Row]):
-    """Rows that are read back one at a time; in memory stay ``BUFFER`` bytes, and eight bytes for each row.
+    """Rows that are read back one at a time; ``BUFFER`` bytes, and eight bytes for each row, stay in memory.
 
     Guarantee:
-        The file has no name: it is gone when the process ends, however it ends, and no other user can open it. A source
-        that changes meanwhile changes nothing here.
+        The file has no name: it is gone when the process ends, however it ends, and no other user can open it. Later changes
+        to the source do not change these rows.
     """
 
     def __init__(self, folder: Path, buffer: int | None = None) -> None:
-        """``folder`` is made where ``buffer`` bytes (None: ``BUFFER``) do not suffice, and holds the file without a name."""
+        """``folder`` holds the unnamed file; it is made if the rows exceed ``buffer`` bytes (None: ``BUFFER``)."""
         self._folder, self._buffer = folder, BUFFER if buffer is None else buffer
         self._file = tempfile.SpooledTemporaryFile(max_size=max(1, self._buffer), dir=str(folder))  # noqa: SIM115
         self._starts = array("q", [0])
@@ -89,7 +89,7 @@ class StoredRows(ReadWhenAsked[Row]):
         with self._disk_errors():
             if self._starts[-1] <= self._buffer < end:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self._file.tell() != self._starts[-1]:  # a row was read meanwhile
+            if self._file.tell() != self._starts[-1]:  # after reading a row
                 self._file.seek(self._starts[-1])
             self._file.write(pickled)
         self._starts.append(end)
@@ -101,7 +101,7 @@ class StoredRows(ReadWhenAsked[Row]):
         with self._disk_errors():
             self._file.seek(self._starts[number])
             pickled = self._file.read(self._starts[number + 1] - self._starts[number])
-        row: Row = pickle.loads(pickled)  # our own bytes, from a file that nobody else can open
+        row: Row = pickle.loads(pickled)  # bytes that this process wrote to a file that nobody else can open
         return row
 
     @contextlib.contextmanager
@@ -110,18 +110,18 @@ class StoredRows(ReadWhenAsked[Row]):
             yield
         except OSError as error:
             raise DataError(
-                f"{self._folder}: cannot store the rows, which do not fit in memory ({error.strerror}). Free some space, or "
+                f"{self._folder}: cannot store the rows, which do not fit into memory ({error.strerror}). Free some space, or "
                 "type an --output_dir on another disk."
             ) from None
 
 
 class Groups(ReadWhenAsked[list[Row]]):
-    """Rows that are sampled or counted together; memory holds their numbers and not the rows."""
+    """Groups of rows that are sampled or counted together; memory holds row numbers, not rows."""
 
     def __init__(
         self, rows: Sequence[Row], numbers: Sequence[int], starts: Sequence[int], graph: owners.Graph | None = None
     ) -> None:
-        """Group i holds the rows ``numbers[starts[i] : starts[i + 1]]``; ``graph`` is of rows with several owners."""
+        """Group i holds the rows ``numbers[starts[i] : starts[i + 1]]``; ``graph`` is set for rows with several owners."""
         self._rows, self._numbers, self._starts, self.graph = rows, numbers, starts, graph
 
     def __len__(self) -> int:
@@ -131,44 +131,44 @@ class Groups(ReadWhenAsked[list[Row]]):
         return [self._rows[row] for row in self._numbers[self._starts[number] : self._starts[number + 1]]]
 
     def each_alone(self) -> Groups:
-        """The same rows, each a group of its own."""
+        """The same rows, each as a group by itself."""
         return Groups(self._rows, self._numbers, range(len(self._numbers) + 1), self.graph)
 
     def digest(self) -> str:
-        """Hash of which rows, by number, are in which group; in hexadecimal."""
+        """Hash of the row numbers of all groups, in hexadecimal."""
         import numpy as np
 
         digest = hashlib.blake2b(b"%d:" % len(self._starts), digest_size=32)
         for numbers in (self._starts, self._numbers):
-            for start in range(0, len(numbers), 2**20):  # a range is never an array as a whole
+            for start in range(0, len(numbers), 2**20):  # so a range never becomes one large array
                 digest.update(np.asarray(numbers[start : start + 2**20], dtype="<i8").tobytes())
         return digest.hexdigest()
 
 
 def each_row(rows: Sequence[Row]) -> Groups:
-    """Every row as a group of its own."""
+    """Every row as a group by itself."""
     return Groups(rows, range(len(rows)), range(len(rows) + 1))
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one format, and where they came from."""
+    """Rows of one format, and their source."""
 
     name: str
     """The source."""
     rows: Sequence[Row]
-    """As often as asked for, in any order; those of ``load_table`` may be more than memory holds."""
+    """Can be read repeatedly, in any order; those of ``load_table`` may be larger than memory."""
     format: Format
-    """Of every row."""
+    """Format of every row."""
     digest: str | None = None
-    """Of the columns that the format reads, of all rows in their order, in hexadecimal; None of a table that ``load_table`` did
-    not make. Private: a hash of a short text tells whoever guesses it."""
+    """Hash of the columns that the format reads, of all rows in order, in hexadecimal; None unless ``load_table`` made the
+    table. Private: a hash of a short text confirms a guess of that text."""
     reads: str = ""
-    """From which columns, in one line."""
+    """Columns that are read, in one line."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """Rows of each file, where the source is several."""
+    """Name and number of rows of each file of the source."""
     columns: tuple[str, ...] = ()
-    """Of the first row."""
+    """Columns of the first row."""
 
     def parts(self) -> Iterator[dict[str, Any]]:
         """The parts of each row, by column."""
@@ -187,35 +187,35 @@ class Table:
 class Rows:
     """The rows of a recipe, each read once."""
 
-    table: Table  # that train
-    groups: Groups  # sampled together
-    held_out: Table | None  # for evaluation; None where the recipe names none
+    table: Table  # training rows
+    groups: Groups  # rows that are sampled together
+    held_out: Table | None  # evaluation rows; None if the recipe names none
 
 
 def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path, columns: Collection[str] = ()) -> Table:
-    """Reads a data source, once from its beginning to its end; columns are renamed to those of the format.
+    """Reads a data source once, from beginning to end, and renames columns to those of the format.
 
     Args:
-        source: File, glob, directory, Hub id or builtin name, or a list of them, of which all rows are read in that order.
+        source: File, glob, directory, Hub id or builtin name, or a list of them; all rows are read in that order.
         data: The recipe's data section: format, columns, csv, revision, unit, control.
-        split: Which split, where the source has several.
-        cache_dir: Where copies of the data may lie; under the run's private directory, never shared. What does not fit in
-            memory lies there in a file without a name, which ends with the process.
-        columns: That rows keep besides those of ``data.control``, under ``Row.codes``.
+        split: The split to read, if the source has several.
+        cache_dir: Folder for copies of the data, in the run's private directory, never shared. Rows that do not fit into
+            memory are stored there, in a file without a name that is gone when the process ends.
+        columns: Columns that rows keep in ``Row.codes``, besides those of ``data.control``.
 
     Raises:
-        DataError: Missing or unreadable source, no rows, or a row that lacks a field of the format; with format auto, a row
-            that fits several formats; a row in another layout than the rows before it; a column of ``columns``, ``data.control``
-            or ``data.columns`` that no row has, or one of ``data.control`` whose text is learned.
+        DataError: The source is missing or unreadable or has no rows; a row lacks a field of the format, fits several formats
+            under format auto, or has another layout than the rows before it; no row has a column of ``columns``,
+            ``data.control`` or ``data.columns``; or the text of a column of ``data.control`` is learned.
 
     Guarantee:
-        How a row reads depends on the recipe and on that row alone; what the others hold can only make the whole be refused.
+        How a row is read depends only on the recipe and that row; the other rows can only cause a refusal of the whole source.
     """
     rows, layout, content = StoredRows(cache_dir), None, hashlib.blake2b(digest_size=32)
     sizes, first = list[tuple[str, int]](), tuple[str, ...]()
     title, renamed_columns = ", ".join(names.listed(source)), list(filter(None, data.columns.values()))
     ignored = {name for name, column in data.columns.items() if column is None}
-    # Which columns the data have is taken as public.
+    # The set of columns is assumed to be public.
     missing = {*data.control, *columns, *(set(renamed_columns) - ignored)}
     for name in files(source, data, split, cache_dir):
         number = 0
@@ -230,15 +230,15 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path, co
             rows.append(typed)
         sizes.append((name, number))
     if layout is None:
-        raise DataError(f"{title}: holds no rows. Check data.train and its split.")
+        raise DataError(f"{title}: has no rows. Check data.train and its split.")
     if missing:
         raise DataError(f"{title}: no row has a column {min(missing)!r}. Name a column of the data.")
-    read = in_words(layout, data.columns, data.control)
-    return Table(title, rows, layout.format, content.hexdigest(), read, tuple(sizes), first)
+    description = in_words(layout, data.columns, data.control)
+    return Table(title, rows, layout.format, content.hexdigest(), description, tuple(sizes), first)
 
 
 def load_held_out(data: DataConfig, cache_dir: Path) -> Table | None:
-    """The evaluation rows of a recipe, see ``load_table``; None where it names none."""
+    """The evaluation rows of a recipe, see ``load_table``; None if it names none."""
     return load_table(data.eval, data, data.eval_split, cache_dir) if data.eval is not None else None
 
 
@@ -248,8 +248,8 @@ def _typed(
     row, fields = converted(raw, location, layout)
     if data.template is not None and (layout.lists or "prompt" not in FIELDS[layout.format]):
         raise DataError(
-            f"{location} reads as {layout.name}, and data.template, which joins a prompt with its completion, would do nothing. "
-            "Remove data.template: messages are read by the model's chat template, text as it stands."
+            f"{location} reads as {layout.name}, so data.template, which joins a prompt with its completion, would have no "
+            "effect. Remove data.template: messages use the model's chat template, and text is read unchanged."
         )
     line = ""
     if data.control:
@@ -265,7 +265,7 @@ def _check_control(data: DataConfig, layout: Layout, location: str) -> None:
     if layout.lists:
         raise DataError(
             f"{location} reads as {layout.name}, and data.control cannot add its line there, because the chat template fixes the "
-            "place of every token. Use rows with text, or with prompt and completion, or remove data.control."
+            "position of every token. Use rows with text, or with prompt and completion, or remove data.control."
         )
     texts = {*layout.columns(), *FIELDS[layout.format], *filter(None, data.columns.values())}
     if text_codes := sorted(texts & set(data.control)):
@@ -276,15 +276,15 @@ def _check_control(data: DataConfig, layout: Layout, location: str) -> None:
 
 
 def group_rows(table: Table, data: DataConfig) -> Groups:
-    """Splits rows by privacy unit, see ``unit_name``, at most ``max_examples_per_unit`` each.
+    """Groups rows by privacy unit, see ``unit_name``, with at most ``max_examples_per_unit`` rows for each.
 
-    Which rows of a unit stay is decided by the smallest hashes of its own texts, so that it depends on no other unit. Units
-    stand in the order of their first rows. In memory are 32 bytes for each row: units and rows are known by hashes of
-    128 bits, of which two are equal by chance in one of 10^20 corpora of 10^9 rows. Of rows with several owners, each that
-    ``owners.choose_rows`` keeps is a group, whatever it says.
+    A unit keeps the rows whose texts have the smallest hashes, so its choice depends on no other unit. Units are in the order of
+    their first rows. Memory holds 32 bytes for each row: units and rows are identified by hashes of 128 bits, of which two are
+    equal by chance in one of 10^20 corpora of 10^9 rows. With several owners, each row that ``owners.choose_rows`` keeps is a
+    group, whatever its text.
 
     Raises:
-        DataError: A row that names no unit, or several where ``data.owners`` is one.
+        DataError: A row names no unit, or several units although ``data.owners`` is one.
     """
     import numpy as np
 
@@ -299,7 +299,7 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
         [unit] = _owners_of(table, number, row, data)
         units += hashlib.blake2b(unit.encode(errors="surrogatepass"), digest_size=16).digest()
         hashes += _row_hash(row, FIELDS[table.format])
-    # As strings of 16 bytes, which numpy sorts as they are; NULs at the end make no two of them equal.
+    # Strings of 16 bytes: numpy sorts them bytewise, and ignoring NULs at the end makes no two of them equal.
     _, first_U, inverse_N = np.unique(np.frombuffer(units, "S16"), return_index=True, return_inverse=True)
     unit_N = np.argsort(np.argsort(first_U))[inverse_N]  # numbered by first row
     order_N = np.lexsort((np.frombuffer(hashes, "S16"), unit_N))  # stable: equal rows keep their order
@@ -319,13 +319,13 @@ def _owners_of(table: Table, number: int, row: Row, data: DataConfig) -> list[st
         plain = 'Write a plain list of names, or in a text "ana; ben"'
         fix = "Set data.owners: several" if data.owners == "one" else plain
         raise DataError(
-            f"{table.location(number)} has a list in column {data.unit!r}, where data.unit expects a name: the list would be "
-            f"taken for one person, and nobody in it would be protected. {fix}, or name another column there."
+            f"{table.location(number)} has a list in column {data.unit!r}, where data.unit expects a name: the list would count "
+            f"as one person, and nobody in it would be protected. {fix}, or name another column there."
         )
     if owner_names_of_row := owner_names(row.unit, data):
         return owner_names_of_row
-    near = [] if data.unit in table.columns else difflib.get_close_matches(data.unit, table.columns, 1)
-    fix = f"Did you mean {near[0]!r}?" if near else "Fill in the value, drop the row, or name another column there."
+    hits = [] if data.unit in table.columns else difflib.get_close_matches(data.unit, table.columns, 1)
+    fix = f"Did you mean {hits[0]!r}?" if hits else "Fill in the value, drop the row, or name another column there."
     raise DataError(
         f"{table.location(number)} has no value in column {data.unit!r}, which data.unit names, so its owner is unknown and "
         f"could not be protected. {fix}"
@@ -333,18 +333,18 @@ def _owners_of(table: Table, number: int, row: Row, data: DataConfig) -> list[st
 
 
 def owner_names(value: Any, data: DataConfig) -> list[str]:
-    """The people that a value of the unit column names, each once, see ``unit_name``; none if one of them has no name."""
+    """The people whom a value of the unit column names, each once, see ``unit_name``; empty if one of them has no name."""
     unit_names = list(map(unit_name, owners.values_of(value) if data.owners == "several" else [value]))
     return list(dict.fromkeys(name for name in unit_names if name)) if all(unit_names) else []
 
 
 def unit_name(value: Any) -> str | None:
-    """The owner of a row, as every comparison of units reads the unit column; None where nobody is named.
+    """The canonical name of a row's owner, by which units are compared; None if nobody is named.
 
-    One person written in several ways is one unit. Exports add what nobody typed: spaces around, repeated or of another kind,
-    invisible letters, another Unicode form (NFKC: full-width letters too), 1.0 for 1. A person taken for two would be bounded
-    as two, and so protected by less than is stated; two persons taken for one are bounded together, which is safe and makes
-    N smaller. Upper and lower case, leading zeros and single spaces make different units: they may be different people.
+    A person whose name is written in several ways is one unit. Exports change names: surrounding, repeated or unusual spaces,
+    invisible letters, another Unicode form (NFKC: full-width letters too), 1.0 for 1. A person who counts as two units has twice
+    the bound, and so less protection than is stated; two people who count as one share a bound, which is safe and makes N
+    smaller. Upper and lower case, leading zeros and single spaces distinguish units: they may be different people.
     """
     if value is None or value != value:
         return None
@@ -357,24 +357,24 @@ def unit_name(value: Any) -> str | None:
 
 
 def value_name(value: Any) -> str:
-    """A value as counts and control codes read it, see ``unit_name``; empty where there is none."""
+    """The canonical text of a value for counts and control codes, see ``unit_name``; empty if there is none."""
     return str(value).lower() if isinstance(value, bool) else unit_name(value) or ""
 
 
 def _row_hash(row: Row, fields: Sequence[str]) -> bytes:
-    # Of the text alone: how a table reads another column, such as 7 or "7", depends on how the rows of others fill it.
+    # Hashes the text alone: a table may read another column as 7 or "7", depending on other people's rows.
     text = json.dumps([row.parts[field] for field in fields], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), key=b"dpllm rows of a unit", digest_size=16).digest()
 
 
 def sampled_rows(table: Table, data: DataConfig) -> Groups:
-    """The rows that are sampled together: ``group_rows``, or with ``sampling: example`` each of their rows alone."""
+    """Groups of rows that are sampled together: ``group_rows``, or with ``sampling: example`` each of their rows by itself."""
     groups = group_rows(table, data)
     return groups if data.sampling == "unit" else groups.each_alone()
 
 
 def dataset_name(data: DataConfig) -> str:
-    """The ledger's default name of a dataset: the Hub id or builtin name, or a file's folder and stem; of several, all."""
+    """The ledger's default name of a dataset: Hub id, builtin name, or a file's folder and stem; several are joined by "+"."""
     return "+".join(map(_dataset_name, names.listed(data.train)))
 
 

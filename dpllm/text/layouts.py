@@ -1,8 +1,8 @@
-"""The layouts of rows that trainers document, each of which becomes one of four formats.
+"""Converts the row layouts that trainers document to four formats.
 
-Comes in: one row as its source holds it. Goes out: a ``Row`` of a format, and what was read from where. A row never decides how
-another one reads: it can only make the whole be refused. Errors name columns and never their text. It must not know where rows
-come from, nor what a token is.
+Comes in: one row as its source holds it. Goes out: a ``Row`` of a format, and which columns were read. A row never decides how
+another one is read: it can only cause a refusal of the whole source. Errors name columns and never their text. Must not know
+sources or tokens.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ROLES = {
     **dict.fromkeys(("tool", "observation"), "tool"),
     "system": "system",
 }
-"""Who speaks in ShareGPT's ``from`` -> the role of a message."""
+"""ShareGPT's ``from`` -> the role of a message."""
 SPEAKERS = sorted({*ROLES.values(), "developer", "function", "ipython", "observation", "context", "document"})
-"""Roles that chat templates know."""
+"""Roles that chat templates support."""
 SEPARATOR = ";"
-"""Between the values of several columns, in the name of a value that ``dpllm describe`` counts."""
+"""Joins the values of several columns into the name of a value that ``dpllm describe`` counts."""
 TOOLS, KWARGS = TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
-"""Columns that a chat template reads with the messages, as TRL names them."""
+"""TRL's names of the columns that a chat template reads besides the messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class Row:
     """One row of data, from the reader to its tokens.
 
     Attributes:
-        parts: Every column that some layout reads -> text or messages: those of the source, and those of the row's format.
-        unit: What the unit column says, as its source holds it, see ``data.unit_name``; None without one.
-        codes: The requested columns that the row has -> their values as the source holds them.
-        line: What stands before the text by ``data.control``, see ``code_line``; empty without.
+        parts: Column -> text or messages, for each column that some layout reads: the source's, and those of the row's format.
+        unit: Value of the unit column as the source holds it, see ``data.unit_name``; None without such a column.
+        codes: Requested column that the row has -> its value as the source holds it.
+        line: The line of ``data.control`` before the text, see ``code_line``; empty without it.
     """
 
     parts: dict[str, Any]
@@ -62,46 +62,46 @@ def code_line(columns: Sequence[str], values: Sequence[str]) -> str:
 
 
 def shares_of(columns: Sequence[str]) -> str:
-    """Name of the released statistic of the joint distribution of columns, as ``asked.Statistic.name`` gives it."""
+    """``Statistic.name`` of the released joint distribution of columns."""
     return f"shares of {SEPARATOR.join(columns)}"
 
 
 class Layout(NamedTuple):
-    """One way to write a row."""
+    """One layout of rows."""
 
     name: str
     format: Format
     reads: dict[str, tuple[str, ...]]
-    """Column of the format -> the columns that it is made of, of which ``OPTIONAL`` ones may be missing."""
+    """Column of the format -> the columns from which it is made; ``OPTIONAL`` ones may be missing."""
     lists: bool
-    """Whether these hold lists of messages, or else text."""
+    """Whether these columns hold lists of messages instead of text."""
     convert: Callable[[Raw], Raw] | None = None
-    """Makes the columns of the format; None where they are there."""
+    """Makes the columns of the format; None if the row has them already."""
     texts: tuple[str, ...] = ("system",)
-    """Columns that hold text and not such lists."""
+    """Columns that hold text although ``lists`` is set."""
 
     def columns(self) -> list[str]:
         """All columns that are read."""
         return [column for columns in self.reads.values() for column in columns]
 
     def needed(self) -> list[str]:
-        """Those that a row must have."""
+        """The columns that a row must have."""
         return [column for column in self.columns() if column not in OPTIONAL]
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether null means the empty text: csv has no other word for it, and pandas reads an empty cell of csv as null."""
+        """Whether null means empty text: csv cannot write it otherwise, and pandas reads an empty csv cell as null."""
         return not self.lists and self.format in ("text", "prompt_completion")
 
     def holds(self, row: Raw) -> bool:
-        """Whether a column of a fitting row has something to learn."""
+        """Whether a fitting row has anything to learn."""
         return any(row[column] for column in self.needed() if column not in ("prompt", "instruction"))
 
     def fits(self, row: Raw) -> bool:
-        """Whether every column that is needed is there; in a table, a column that only another row fills is null."""
+        """Whether the row has every needed column; in a table, a column that only other rows fill is null."""
         if any(column not in row or (row[column] is None and not self.may_be_empty) for column in self.needed()):
             return False
-        # Those with one of these columns read text or messages.
+        # Layouts with one of these columns differ in whether they read text or messages.
         shared = not {"prompt", "chosen"}.isdisjoint(self.columns())
         if not shared or not self.lists:
             return not shared or not all(isinstance(row[column], list) for column in self.columns())
@@ -112,10 +112,10 @@ OPTIONAL = {"input", "system", *TEMPLATE_COLUMNS}
 
 
 def renamed(raw: Raw, location: str, columns: Mapping[str, str | None]) -> Raw:
-    """The row with the columns that ``data.columns`` names under the names of a format, under which nothing else is read.
+    """Renames the columns of ``data.columns`` to those of a format; each of these is then read from nowhere else.
 
     Raises:
-        DataError: One is missing, and is not ``OPTIONAL``; it is named.
+        DataError: A column that is not ``OPTIONAL`` is missing; the error names it.
     """
     if missing := sorted({column for to, column in columns.items() if column and to not in OPTIONAL} - raw.keys()):
         raise DataError(
@@ -123,7 +123,7 @@ def renamed(raw: Raw, location: str, columns: Mapping[str, str | None]) -> Raw:
             "drop the row."
         )
     row = {**raw, **{to: raw.get(column) for to, column in columns.items() if column}}
-    # null: as if the column were not there
+    # null ignores the column
     return {name: value for name, value in row.items() if columns.get(name, name)}
 
 
@@ -149,15 +149,15 @@ def _of_sharegpt(row: Raw) -> Raw:
 
 
 def of_chats(row: Raw) -> Raw:
-    """A prompt and a completion, which are messages, as one conversation; of the prompt nothing is learned."""
+    """A prompt and a completion, both lists of messages, as one conversation; nothing in the prompt is learned."""
     before = [{**turn, "weight": 0} if isinstance(turn, dict) else turn for turn in row["prompt"]]
     return {"messages": before + row["completion"]}
 
 
 def _of_answers(row: Raw) -> Raw:
-    """The words, or messages, that both answers begin with are their prompt: no word is cut, since a space follows a prompt."""
+    """Takes the common first words, or messages, of both answers as their prompt; it ends at a space, so no word is cut."""
     chosen, rejected = row["chosen"], row["rejected"]
-    longest = min(len(chosen), len(rejected)) - 1  # something is left of both
+    longest = min(len(chosen), len(rejected)) - 1  # so that neither answer is empty
     shared = next((index for index in range(longest) if chosen[index] != rejected[index]), longest)
     if isinstance(chosen, str):
         shared = max((index for index in range(shared) if chosen[index].isspace()), default=0)
@@ -169,7 +169,7 @@ def _of_prompt_as_text(row: Raw) -> Raw:
     if all(not isinstance(turn, dict) or turn.get("content") != row["prompt"] for turn in pair["prompt"]):
         raise DataError(
             "has a text in column 'prompt' that no message before both answers repeats; --data.columns '{prompt: null}' ignores "
-            "the column"
+            "that column"
         )
     return pair
 
@@ -192,20 +192,20 @@ LAYOUTS = (
     ),
     Layout("prompt and completion as messages", "messages", {"messages": ("prompt", "completion")}, True, of_chats),
 )
-"""Where a row fits several of one format, the first counts."""
+"""If a row fits several layouts of one format, the first is used."""
 COLUMNS = tuple(dict.fromkeys(column for layout in LAYOUTS for column in layout.columns()))
-"""All that some layout reads."""
+"""All columns that some layout reads."""
 FIX = "Set data.format, and fix or drop the rows that lack what it reads."
 
 
 def layout_of(row: Raw, location: str, fmt: str, previous: Layout | None, named_columns: Iterable[str] = ()) -> Layout:
-    """The layout of a row: that of the rows before it, of the format ``fmt``, or with auto of the only format that the row fits.
+    """The layout of a row: that of the rows before it, that of format ``fmt``, or under auto that of the only format that fits.
 
-    ``named_columns``: those of the recipe. Errors name these and those of the formats alone: a file may hold text as a column's
-    name, such as keys in JSON, or the first row of a csv file without a header line.
+    Errors name only ``named_columns``, those of the recipe, and columns of the formats: a column name may itself be private text,
+    such as a key in JSON or the first row of a csv file without a header line.
 
     Raises:
-        DataError: Several formats, another layout than before, or none; the columns are named.
+        DataError: The row fits several formats, another layout than the rows before it, or none; the error names the columns.
     """
     fitting = [layout for layout in LAYOUTS if fmt in ("auto", layout.format) and layout.fits(row)]
     fitting = [layout for layout in fitting if layout.holds(row)] or fitting
@@ -240,10 +240,10 @@ def layout_of(row: Raw, location: str, fmt: str, previous: Layout | None, named_
 
 
 def converted(row: Raw, location: str, layout: Layout) -> tuple[Raw, bytes]:
-    """The row with the columns of the format, and these as bytes.
+    """Returns the row with the columns of the format, and these columns as bytes.
 
     Raises:
-        DataError: A column that does not hold what the layout reads; the column is named.
+        DataError: A column does not hold what the layout reads; the error names the column.
     """
     row = {**row, **{column: _filled(row[column]) for column in layout.columns() if isinstance(row.get(column), list)}}
     if layout.may_be_empty:
@@ -269,7 +269,7 @@ def converted(row: Raw, location: str, layout: Layout) -> tuple[Raw, bytes]:
 
 
 def _template_columns(row: Raw, location: str) -> bytes:
-    """Parses the columns of ``TEMPLATE_COLUMNS``, which many files hold as JSON in a text, and returns them as bytes."""
+    """Parses the columns of ``TEMPLATE_COLUMNS``, which many files hold as JSON text, and returns them as bytes."""
     fields = b""
     for column, kind in zip(TEMPLATE_COLUMNS, (list, dict), strict=True):
         value = row.get(column)
@@ -298,7 +298,7 @@ def _check_contents(turns: Sequence[Mapping[str, Any]], location: str) -> None:
         elif isinstance(content, list) and not all(
             isinstance(part, dict) and part.get("type") == "text" for part in content
         ):
-            problem = "with content in parts, of which one is no text (an image?)"
+            problem = "with content in parts, one of which is not text (an image?)"
         if problem:
             raise DataError(f"{location} has a message {problem}. Write its text, or drop the row.")
 
@@ -321,14 +321,14 @@ def _check_answers(row: Raw, location: str, layout: Layout) -> None:
             missing = "no turn of the assistant" if layout.lists else "nothing"
             raise DataError(f"{location} has {missing} in one of its answers. Fix or drop the row.")
     if row["chosen"] == row["rejected"]:
-        raise DataError(f"{location} has two equal answers, of which none was preferred. Fix or drop the row.")
+        raise DataError(f"{location} has two equal answers, so neither was preferred. Fix or drop the row.")
 
 
 def packed(value: Any, location: str, field: str) -> bytes:
-    """A value of a row as bytes, which differ where values differ.
+    """A value of a row as bytes; different values give different bytes.
 
     Raises:
-        DataError: It holds half a character; ``field`` is named.
+        DataError: The value holds an unpaired surrogate; the error names ``field``.
     """
     try:
         text = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
@@ -341,7 +341,7 @@ def packed(value: Any, location: str, field: str) -> bytes:
 
 
 def _filled(value: Any, keep: str = "content") -> Any:
-    """The value without keys that are null: a table gives every message the keys of all others. The content may be null."""
+    """Drops keys that are null, except ``keep``: a table gives every message the keys of all others."""
     if isinstance(value, list):
         return [_filled(inner, keep) for inner in value]
     if isinstance(value, dict):
@@ -350,7 +350,7 @@ def _filled(value: Any, keep: str = "content") -> Any:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every text in a value of JSON, names of keys too."""
+    """Every string in a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -359,7 +359,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def in_words(layout: Layout, columns: Mapping[str, str | None], codes: Sequence[str]) -> str:
-    """The columns of a layout, in one line; ``columns`` is the recipe's data.columns, ``codes`` its data.control."""
+    """The columns of a layout in one line; ``columns`` is the recipe's data.columns, ``codes`` its data.control."""
 
     def shown(column: str) -> str:
         return f"{columns[column]} (else {column})" if columns.get(column) else column
@@ -376,23 +376,23 @@ def in_words(layout: Layout, columns: Mapping[str, str | None], codes: Sequence[
 
 
 def words(parts: Mapping[str, Any], fields: Sequence[str]) -> str:
-    """The words of a row in their order, by which the ledger recognises it; of messages, their contents.
+    """The words of a row in order, by which the ledger recognises it; for messages, the words of their contents.
 
-    Spaces, line breaks and Unicode composition do not matter, nor into how many columns a record is cut. The answers of a pair
-    are sorted: with another one preferred, they are the same record.
+    Spaces, line breaks, Unicode composition and the split into columns do not matter. The answers of a pair are sorted, so a
+    pair with the other preference is the same record.
     """
     texts = []
     for value in (parts[name] for name in fields):
         if isinstance(value, list):
             value = " ".join(str(turn.get("content", "") if isinstance(turn, dict) else turn) for turn in value)
         texts.append(" ".join(unicodedata.normalize("NFC", str(value)).split()))
-    if fields[1:] == FIELDS["preference"][1:]:  # with a prompt apart, or before each
+    if fields[1:] == FIELDS["preference"][1:]:  # the prompt is a separate field or begins each answer
         texts = sorted(" ".join(f"{texts[0]} {answer}".split()) for answer in texts[1:])
     return " ".join(unicodedata.normalize("NFC", " ".join(texts)).split())
 
 
 def texts_of(row: Row, fmt: Format) -> list[tuple[str, Format, Row]]:
-    """The texts that are learned of a row, each with a name and a format: the row, or both answers of a pair, chosen first."""
+    """Names, formats and rows of the texts to learn from a row: the row itself, or both answers of a pair, chosen first."""
     if fmt != "preference":
         return [("", fmt, row)]
     shared = {name: row.parts[name] for name in TEMPLATE_COLUMNS if name in row.parts}
@@ -400,11 +400,11 @@ def texts_of(row: Row, fmt: Format) -> list[tuple[str, Format, Row]]:
     for side in FIELDS["preference"][1:]:
         parts = {"prompt": prompt, "completion": row.parts[side]}
         chat = isinstance(prompt, list)
-        read = replace(row, parts={**shared, **of_chats(parts)} if chat else parts)
-        texts.append((side, "messages" if chat else "prompt_completion", read))
+        answer_row = replace(row, parts={**shared, **of_chats(parts)} if chat else parts)
+        texts.append((side, "messages" if chat else "prompt_completion", answer_row))
     return texts
 
 
 def learned(message: Mapping[str, Any]) -> bool:
-    """Whether a message's tokens are targets: the assistant's, unless its ``weight`` is 0."""
+    """Whether a message's tokens are targets: it is the assistant's and its ``weight`` is not 0."""
     return message["role"] == "assistant" and message.get("weight") != 0

@@ -1,6 +1,6 @@
-"""Prompts from a file or a recipe as tokens, text of a model for a terminal, and which texts are private.
+"""Reads and encodes prompts, cleans model text for a terminal, and recognises private texts.
 
-Comes in: a path, a tokenizer, rows. Goes out: prompts, token ids, digests for private/ alone. Errors never name a text.
+Comes in: a path, a tokenizer, rows. Goes out: prompts, token ids, digests for private/ only. Errors never quote text.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Prompt = str | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Sample:
-    """One text of the model: the prompt's number from 0, the prompt (None: no prompt), and the text behind it.
+    """One text of the model: the number of its prompt from 0, the prompt (None: no prompt), and the text after it.
 
     Attributes:
-        ended: Whether the model ended it, and not the limit of tokens.
+        ended: Whether the model ended the text; False if the limit of tokens did.
     """
 
     number: int
@@ -44,14 +44,14 @@ class Sample:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads prompts from a file, one a line; of a jsonl file, a string, or an object with ``prompt`` or ``messages``.
+    """Reads one prompt per line; a line of a jsonl file holds a string, or an object with ``prompt`` or ``messages``.
 
     Raises:
-        DataError: It cannot be read, a line is none of these, or there is no line.
+        DataError: The file cannot be read or has no prompts, or a line is none of these.
     """
     prompts: list[Prompt] = []
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # other separators of lines may stand in a string
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a string may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: cannot be read ({type(error).__name__}). Type a file with one prompt per line."
@@ -68,7 +68,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         prompt = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
         if isinstance(row, dict) and any(row.get(column) for column in TEMPLATE_COLUMNS):
             raise DataError(
-                f"{path}: line {number} has {' or '.join(TEMPLATE_COLUMNS)}, which no prompt here shows the model. Remove them."
+                f"{path}: line {number} has {' or '.join(TEMPLATE_COLUMNS)}, which prompts here do not pass on. Remove them."
             )
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt)):
             raise DataError(
@@ -81,14 +81,14 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def encode(tokenizer: Any, prompt: Prompt | None, number: int, fmt: Format, template: str | None) -> list[int]:
-    """Token ids of prompt ``number``, counted from 0; None: of nothing, from which a text begins.
+    """Token ids of prompt ``number``, counted from 0; for None, the token that begins a text.
 
-    They are those that stand before a completion in training on rows of format ``fmt`` with the recipe's data.template; with
-    messages, text is a user's turn.
+    These ids precede a completion in training on rows of format ``fmt`` with the recipe's data.template; under format messages,
+    text is a user's turn.
 
     Raises:
-        DataError: The chat template does not take the messages, or the prompt is no text.
-        ConfigError: The model has no token with which a text begins.
+        DataError: The chat template rejects the messages, or the prompt is not valid Unicode.
+        ConfigError: The model has no token that begins a text.
     """
     try:
         json.dumps(prompt, ensure_ascii=False).encode("utf-8")
@@ -110,7 +110,7 @@ def encode(tokenizer: Any, prompt: Prompt | None, number: int, fmt: Format, temp
     else:
         ids = list(tokenizer(prompt or "")["input_ids"])
         ids = ids[1:] if begins_twice(ids, tokenizer) else ids
-    while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # of a tokenizer that ends every text
+    while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # some tokenizers end every text
         ids.pop()
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not ids and start is None:
@@ -121,44 +121,44 @@ def encode(tokenizer: Any, prompt: Prompt | None, number: int, fmt: Format, temp
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which could steer a terminal."""
+    """The text without control characters, which could control a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 FEW, COMMON = 10, 0.01
-"""What more than so many units, or half of all where they are few, and a larger share of them have in common is a template's."""
+"""Text of more than 10 units (or half of few) and more than 1% of all units is a template; see ``most_private``."""
 LINE = 20
-"""Letters of a line that is a text of its own."""
+"""Minimum characters of a line that counts as a text by itself."""
 _BYTES = 16
 
 
 def keep_rows(path: Path, data: DataConfig, train: Table, held_out: Table | None) -> None:
-    """Writes, unless it exists, where the data are, their digest, and digests of the texts of rows that are not public."""
+    """Writes the paths and digest of the data, and digests of the texts of private rows, unless ``path`` exists."""
     import numpy as np
 
     if path.exists():
         return
     private = [table for table, public in ((train, data.public), (held_out, data.eval_public)) if table and not public]
-    owned = bytearray()
+    owned_digests = bytearray()
     for table in private:
         for owner, row in zip(owners(table, data), table.rows, strict=True):
             texts = list(strings([row.parts[column] for column in COLUMNS if column in row.parts]))
             lines = [line for text in texts for line in text.splitlines() if len(line) >= LINE]
-            owned += b"".join(
+            owned_digests += b"".join(
                 _digest(owner) + digest for digest in set(map(_digest, [*texts, *lines, "".join(texts)])) if digest
             )
-    # A unit that says the same in many rows says it once: it makes no template.
-    unit_K2 = np.unique(np.frombuffer(bytes(owned), f"S{2 * _BYTES}")).view(f"S{_BYTES}").reshape(-1, 2)
+    # A text counts once per unit, however many of its rows hold it, so one unit cannot make it a template.
+    unit_K2 = np.unique(np.frombuffer(bytes(owned_digests), f"S{2 * _BYTES}")).view(f"S{_BYTES}").reshape(-1, 2)
     record: dict[str, Any] = {"units": len(np.unique(unit_K2[:, 0])), "digests": unit_K2[:, 1].tobytes().hex()}
-    for side, source, read in (("training", data.train, train), ("evaluation", data.eval, held_out)):
-        if source is not None and read is not None:
+    for side, source, loaded in (("training", data.train, train), ("evaluation", data.eval, held_out)):
+        if source is not None and loaded is not None:
             places = [str(Path(name).absolute()) if Path(name).exists() else name for name in expand(source)]
-            record[side] = {"places": places, "digest": read.digest}
+            record[side] = {"places": places, "digest": loaded.digest}
     write_json(path, record, mode=0o600)
 
 
 def read_again(record: Path, data: DataConfig, side: Side, cache_dir: Path) -> tuple[Table, bool]:
-    """The rows of a run, from the paths of ``keep_rows`` or else of the recipe; and whether they are those that it read.
+    """Reads a run's rows from the paths of ``keep_rows`` or else of the recipe; returns whether they are known to be unchanged.
 
     Raises:
         DataError: They are not on this machine, or cannot be read.
@@ -173,9 +173,9 @@ def read_again(record: Path, data: DataConfig, side: Side, cache_dir: Path) -> t
 
 
 def read_same(record: Path, data: DataConfig, side: Side, cache_dir: Path) -> Table:
-    """The same rows; others, of which nobody declared anything, are a DataError."""
-    table, same = read_again(record, data, side, cache_dir)
-    if not same:
+    """Reads the same rows as the run; changed rows, for which nothing was declared, are a DataError."""
+    table, unchanged = read_again(record, data, side, cache_dir)
+    if not unchanged:
         raise DataError(
             f"the {side} data are not those that the run read, so figures would describe other rows. Restore them."
         )
@@ -183,7 +183,7 @@ def read_same(record: Path, data: DataConfig, side: Side, cache_dir: Path) -> Ta
 
 
 def private_among(path: Path, texts: list[str], lines: int = 1) -> list[int]:
-    """Numbers, from 1, of texts in rows that ``keep_rows`` read: alone, as JSON, or with up to ``lines`` - 1 texts after it."""
+    """Numbers, from 1, of texts that are in rows of ``keep_rows``: alone, as JSON, or joined with up to ``lines`` - 1 more."""
     record, digests_of_texts = read_json(path), list[set[bytes]]()
     for number, text in enumerate(texts):
         candidates = ["".join(texts[number : number + several]) for several in range(1, lines + 1)]
@@ -198,9 +198,9 @@ def private_among(path: Path, texts: list[str], lines: int = 1) -> list[int]:
 
 
 def owners(table: Table, data: DataConfig) -> Iterator[str]:
-    """The owner of each row, see ``owner_names``; its location where no column names one, or the row names nobody.
+    """The owner of each row, see ``owner_names``; the row's location if it names nobody.
 
-    Of several owners, the one with the most rows: what somebody writes to many people is not their template.
+    With several owners, it is the one with the most rows: one person's text to many people is not a template.
     """
     several = table.rows if data.owners == "several" else ()
     rows_of = Counter(name for row in several for name in owner_names(row.unit, data))
@@ -210,11 +210,11 @@ def owners(table: Table, data: DataConfig) -> Iterator[str]:
 
 
 def most_private(units: int) -> int:
-    """The most of all units that may share a private text; a text of more units is a template's."""
+    """The largest number of units that may share a private text; a text of more units is a template."""
     return max(3, min(FEW, units // 2), int(COMMON * units))
 
 
 def _digest(text: str) -> bytes:
-    """A hash of letters and digits, blind to spaces, marks, case and composition; empty where there are none."""
+    """A hash of letters and digits that ignores spaces, marks, case and composition; empty for a blank text."""
     letters = "".join(re.findall(r"[^\W_]+", unicodedata.normalize("NFKD", text).casefold())) or text.strip()
     return hashlib.blake2b(letters.encode(errors="surrogatepass"), digest_size=_BYTES).digest() if letters else b""

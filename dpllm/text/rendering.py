@@ -1,7 +1,7 @@
-"""A row as one text, and the spans of it that are learned; of a conversation, by a chat template.
+"""Renders a row as text with the spans that are learned; conversations use a chat template.
 
-Comes in: a row, a tokenizer; or what data.chat_template names. Goes out: text and spans of characters; a template; how rows look.
-It must not know the recipe, nor what is done with spans. Errors never name a text.
+Comes in: a row and a tokenizer; or the value of data.chat_template. Goes out: text and spans of characters; a template; examples
+of rows. Must not know the recipe or the use of spans. Errors never quote text.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from dpllm.text.layouts import FIELDS, KWARGS, TOOLS, Format, Row, learned, text
 Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
 Show = Callable[..., str]
-_PLACEHOLDER = "\ue0d1\ue0d2"  # for private use: stands in for what a message says
+_PLACEHOLDER = "\ue0d1\ue0d2"  # private-use characters that replace the content of a message
 _FAILS: dict[type, str] = {
     list: "does not read content that is written in parts (a list); write it as one text",
-    type(None): "does not read a message without content (null), as many calls of tools are; write an empty text there",
+    type(None): "does not read a message without content (null), as many tool calls are; write an empty text there",
 }
 _SHOWN = 400
-"""Characters of each part of a public example."""
+"""Maximum characters of each part of a public example."""
 _LOST = "does not show where a turn of the assistant begins and ends, so words of others would be learned with it"
 
 
 def read_template(value: str | None) -> str | None:
-    """The text of data.chat_template, which may be that text, the name of its file, or a folder with a tokenizer.
+    """The template of data.chat_template, which may be a template, the name of a file, or a folder with a tokenizer.
 
     Raises:
-        ConfigError: There is no such file, or no template in the folder.
+        ConfigError: The file does not exist, or the folder holds no template.
     """
     if value is None or "{%" in value or "{{" in value:
         return value
@@ -59,9 +59,9 @@ class Rendered(NamedTuple):
     """One text of a row."""
 
     text: str
-    spans: Spans  # of characters that are learned
-    template: bool  # a chat template made it
-    keep_empty: bool = False  # also where nothing of it is learned, since another text belongs to it
+    spans: Spans  # learned characters
+    template: bool  # whether a chat template made it
+    keep_empty: bool = False  # keep it even if nothing is learned, because it is one answer of a pair
 
 
 def rendered(row: Row, fmt: Format, tokenizer: Any, template: str | None) -> list[Rendered]:
@@ -88,10 +88,10 @@ def _rendered(row: Row, fmt: Format, tokenizer: Any, template: str | None, *, ke
 
 
 def joined(prompt: str, completion: str, template: str | None) -> tuple[str, str]:
-    """A prompt and its completion as one text, in two parts: the masked one and the learned one.
+    """The masked part and the learned part of the text of a prompt and its completion.
 
-    ``template`` is the recipe's data.template, which is cut at its two fields: what stands in the data never is one. A space
-    before the completion is learned with it, because tokenizers make it a part of the word behind it.
+    ``template`` is the recipe's data.template; it is split at its two fields, so text in the data is never taken for a field. A
+    space before the completion is learned with it, because tokenizers join it to the next word.
     """
     before, between = "", "" if not prompt or prompt[-1].isspace() or completion[:1].isspace() else " "
     if template is not None:
@@ -110,7 +110,7 @@ def shape(fmt: Format, codes: Sequence[str], template: str | None) -> str:
 
 
 def example(row: Row, fmt: Format, template: str | None) -> str:
-    """A row of public data as the model will see it: which parts are learned and which are masked."""
+    """A public row as the model sees it, with each part marked as learned or masked."""
     texts = texts_of(row, fmt)
     if len(texts) > 1:
         return "\n".join(f"{name}:\n{example(answer, inner, template)}" for name, inner, answer in texts)
@@ -129,12 +129,12 @@ def example(row: Row, fmt: Format, template: str | None) -> str:
 
 
 def render_chat(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, Spans]:
-    """The text of a row's messages, and the spans of the assistant's turns in it: each from its prompt to its end token.
+    """The text of a row's messages, and the spans of the assistant's turns, from after their prompt through their end token.
 
-    Where the template has ``{% generation %}`` marks, they say it.
+    If the template has ``{% generation %}`` marks, these mark the spans.
 
     Raises:
-        DataError: There is no template, it refuses the row or does not read something in it, or the turns cannot be found.
+        DataError: There is no template, it rejects the row or ignores a part of it, or the turns cannot be found.
     """
     messages, columns = row["messages"], {TOOLS: row.get(TOOLS), **(row.get(KWARGS) or {})}
 
@@ -144,7 +144,7 @@ def render_chat(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, Spans]:
     try:
         template, text = _template(tokenizer, messages, columns), shown(messages)
         if any(isinstance(turn.get("content"), list) and str(turn["content"]) in text for turn in messages):
-            raise _refusal(_FAILS[list])  # printed as Python writes a list
+            raise _refusal(_FAILS[list])  # the template printed the list as Python does
         if re.search(r"\{%[-+]?\s*generation\b", template):
             rendered_chat = _by_marks(messages, template, {**tokenizer.special_tokens_map, **columns})
         else:
@@ -166,10 +166,10 @@ def _refusal(reason: str) -> DataError:
 
 
 def _template(tokenizer: Any, messages: Sequence[Message], columns: Mapping[str, Any]) -> str:
-    """The template for a row; refuses one that ignores something that the row brings besides its messages."""
+    """The template for a row; refuses a template that ignores a column of the row besides its messages."""
     if not tokenizer.chat_template:
         raise DataError(
-            "the tokenizer has no chat template, as most base models have none, so messages cannot be read. Set "
+            "the tokenizer has no chat template (most base models have none), so messages cannot be read. Set "
             "data.chat_template to a file, name a model with a chat template, or use prompt_completion."
         )
     template = str(tokenizer.get_chat_template(tools=columns[TOOLS]))
@@ -187,7 +187,7 @@ def _template(tokenizer: Any, messages: Sequence[Message], columns: Mapping[str,
 
 
 def _by_marks(messages: Sequence[Message], template: str, columns: Mapping[str, Any]) -> tuple[str, Spans]:
-    """Text and learned spans by the template's own marks, as ``return_assistant_tokens_mask`` of transformers reads them."""
+    """Text and learned spans by the template's own marks, with transformers' ``return_assistant_tokens_mask``."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -196,9 +196,9 @@ def _by_marks(messages: Sequence[Message], template: str, columns: Mapping[str, 
     )
     turns = [learned(message) for message in messages if message["role"] == "assistant"]
     if not all(turns) and _marks(plain, template, columns) != list(range(1, len(turns) + 1)):  # some have weight 0
-        raise _refusal("marks parts of turns, so that one that is not to be learned cannot be left out")
-    wanted = (span for index, span in enumerate(spans) if all(turns) or turns[index])
-    return text, [(low, high) for low, high in wanted if low < high]
+        raise _refusal("marks parts of turns, so a turn that is not to be learned cannot be left out")
+    learned_spans = (span for index, span in enumerate(spans) if all(turns) or turns[index])
+    return text, [(low, high) for low, high in learned_spans if low < high]
 
 
 def _marks(plain: Sequence[Message], template: str, columns: Mapping[str, Any]) -> list[int]:
@@ -212,15 +212,13 @@ def _marks(plain: Sequence[Message], template: str, columns: Mapping[str, Any]) 
 
 
 def _turn(text: str, messages: Sequence[Message], index: int, shown: Show, tokenizer: Any) -> tuple[int, int]:
-    """The start of the assistant's turn ``index``, behind the prompt for it, and its end, with the end token.
+    """The span of the assistant's turn ``index``, from after its prompt through its end token.
 
-    A template may write a turn otherwise once others follow it: Qwen3 takes the thoughts out, Phi-3 moves the end of the text.
-    So a placeholder replaces its content, and shows what stands around it: in the whole row, and in the row that ends there.
+    A template may render a turn differently if others follow it: Qwen3 drops the thoughts, Phi-3 moves the end of the text. So a
+    placeholder replaces the content and shows the text around it, in the whole row and in the row that ends with this turn.
     """
     if not index:
-        raise DataError(
-            "a row begins with the assistant, and no prompt asks for its turn. Put a user's turn before it."
-        )
+        raise DataError("a row begins with the assistant, so its turn has no prompt. Put a user's turn before it.")
     before, after = shown(messages[:index], add_prompt=True), shown(messages[: index + 1])
     if text.startswith(before) and text.startswith(after):
         return len(before), len(after)
@@ -242,9 +240,9 @@ def _turn(text: str, messages: Sequence[Message], index: int, shown: Show, token
 
 
 def _find_turn(head: str, turn: str, tokenizer: Any) -> tuple[int, int]:
-    """The start in ``head`` of the turn with which it ends, of which a piece may be left out, and the common length; or -1.
+    """Start of the turn that ends ``head``, which may lack a piece of it, and length of their common prefix; -1: not found.
 
-    A common token counts before common letters: the end of the turn before begins as this one does ("<|").
+    A common token outranks common letters: the end of the previous turn has the same first letters ("<|") as this turn.
     """
     first = -1, 0
     for skipped in range(len(turn) or 1):
@@ -259,7 +257,7 @@ def _find_turn(head: str, turn: str, tokenizer: Any) -> tuple[int, int]:
 
 
 def _with_placeholder(message: Message) -> Message:
-    """The message with the placeholder as its content; if it calls tools, in place of the name of the first."""
+    """The message with the placeholder as its content, or as the name of the first tool that it calls."""
     if calls := message.get("tool_calls"):
         first = {**calls[0].get("function", calls[0]), "name": _PLACEHOLDER}
         first = {**calls[0], "function": first} if "function" in calls[0] else first
@@ -269,9 +267,9 @@ def _with_placeholder(message: Message) -> Message:
 
 
 def _shared(left: str, right: str, tokenizer: Any) -> int:
-    """The length of a common prefix: up to the end of one text, or to the last space or special token before they differ.
+    """Length of the common prefix, up to the end of one text or the last space or special token before they differ.
 
-    Not up to a letter: "<|end|>" and "<|user|>" begin alike.
+    It does not end between letters: "<|end|>" and "<|user|>" have the same first letters.
     """
     length = _common_prefix(left, right)
     if length in (len(left), len(right)):
@@ -290,13 +288,13 @@ def _common_prefix(left: str, right: str) -> int:
 
 
 def _cause(messages: Sequence[Message], shown: Show, error: Exception) -> str:
-    """What a template fails on in a row, found by replacing it."""
+    """The reason why a template fails on a row, found by replacing contents."""
     from jinja2 import TemplateError
 
     for kind, reason in _FAILS.items():
         with contextlib.suppress(Exception):  # whatever a template raises
             shown([{**turn, "content": "a"} if isinstance(turn.get("content"), kind) else turn for turn in messages])
             return reason
-    if type(error) is TemplateError:  # of raise_exception in a template
+    if type(error) is TemplateError:  # from raise_exception in a template
         return "refuses a role in a row's messages, or their order: some take no system, some want user and assistant in turn"
     return f"fails on a row's messages ({type(error).__name__}); each needs role and content"

@@ -1,12 +1,12 @@
-"""Reading a source of text row by row: files, directories of datasets, the Hub, embedded data.
+"""Reads a source of text row by row: files, directories of datasets, the Hub, builtin data.
 
-Comes in: a data source. Goes out: its rows as they are written there, one after the other, so that a source larger than memory
-can be read. Nothing is guessed: a value is text, or what the file declares. Errors name files, lines and columns and never the
-text of a row. It must not know what a row is for.
+Comes in: a data source. Goes out: its rows as the source holds them, one at a time, so a source may be larger than memory.
+Nothing is guessed: a value is text or has the type that the file declares. Errors name files, lines and columns and never the
+text of a row. Must not know the purpose of a row.
 
-``datasets`` says which files of a directory or of the Hub are a split, and reads saved datasets. Files are read by hand:
-``datasets`` would copy their text into a cache, guess the type of a column from the rows of all people (007 becomes 7 until one
-person is called x), and quote rows in its errors.
+``datasets`` finds the files of a split in a directory or on the Hub, and reads saved datasets. This module reads files itself:
+``datasets`` would copy their text into a cache, guess the type of a column from everybody's rows (007 becomes 7 until one person
+is called x), and quote rows in its errors.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from dpllm.text import builtin
 
 Raw = dict[str, Any]
 """A row as its source holds it: column -> value."""
-_PACKED = OSError, EOFError, zlib.error, lzma.LZMAError  # of damaged files
-_VALUES = ValueError, ArithmeticError, NotImplementedError  # pyarrow's, and Python's of a date that it does not have
+_PACKED = OSError, EOFError, zlib.error, lzma.LZMAError  # errors of damaged files
+_VALUES = ValueError, ArithmeticError, NotImplementedError  # errors of pyarrow, and of Python on an impossible date
 
 
 def expand(source: Source) -> list[str]:
-    """Every file, directory, Hub id and builtin name of a source, in its order; the files of a glob by name.
+    """Every file, directory, Hub id and builtin name of a source, in order; the files of a glob are sorted by name.
 
     Raises:
-        DataError: A glob that matches nothing, or a file that is named twice: its people would count as two.
+        DataError: A glob matches nothing, or a file is named twice, so its people would count twice.
     """
     expanded: list[str] = []
     for part in names.listed(source):
@@ -61,13 +61,13 @@ def expand(source: Source) -> list[str]:
 
 
 def _pattern(name: str) -> str:
-    """A glob in which the folders that are there stand for themselves: "notes [2024]/*.jsonl" means that very folder."""
+    """A glob whose existing folders are escaped: "notes [2024]/*.jsonl" means that very folder."""
     folder = next(parent for parent in Path(name).parents if parent.is_dir())
     return str(Path(glob.escape(str(folder))) / Path(name).relative_to(folder)) if glob.has_magic(str(folder)) else name
 
 
 def _without_duplicates(sources: list[str]) -> list[str]:
-    """The same sources, if none is there twice: by another path, in a directory that is named too, or also compressed."""
+    """Returns the sources; refuses one that is named by two paths, in a directory that is named too, or also compressed."""
     keys_seen: set[Any] = set()
     folders = {resolved(name) for name in sources if Path(name).is_dir()}
     for name in sources:
@@ -77,7 +77,7 @@ def _without_duplicates(sources: list[str]) -> list[str]:
             keys.add((path.stat().st_dev, path.stat().st_ino))
         if keys & keys_seen or folders & set(path.parents):
             raise DataError(
-                f"{name}: is read twice (also named through a link or a directory, or also there as a compressed copy), so "
+                f"{name}: is read twice (also named through a link or a directory, or also present as a compressed copy), so "
                 "everybody in it would count as two people. Name it once."
             )
         keys_seen |= keys
@@ -85,25 +85,25 @@ def _without_duplicates(sources: list[str]) -> list[str]:
 
 
 def files(source: Source, data: DataConfig, split: str, cache_dir: Path) -> list[str]:
-    """The same as ``expand``, where a directory or Hub id is replaced by the files of the split, if ``read_rows`` reads them.
+    """``expand`` with each directory or Hub id replaced by the files of the split.
 
     Raises:
-        DataError: See ``expand``; a split that is not there; a directory of several kinds of files.
+        DataError: See ``expand``; or the split is missing, or a directory holds several kinds of files.
     """
-    of_split: list[str] = []
+    split_files: list[str] = []
     for name in expand(source):
         path = Path(name)
-        of_hub = name.count("/") == 1 and suffix_of(path) not in READERS and not names.is_builtin(name)
+        is_hub_id = name.count("/") == 1 and suffix_of(path) not in READERS and not names.is_builtin(name)
         if path.is_dir():
             _check_kinds(path)
-        elif of_hub and not path.exists():
+        elif is_hub_id and not path.exists():
             path = _download(name, data, cache_dir)
-        of_split += _of_split(path, split, cache_dir) if path.is_dir() else [name]
-    return _without_duplicates(of_split)
+        split_files += _of_split(path, split, cache_dir) if path.is_dir() else [name]
+    return _without_duplicates(split_files)
 
 
 def is_here(source: Source) -> bool:
-    """Whether all of a source is on this machine."""
+    """Whether the whole source is on this machine."""
     try:
         return all(names.is_builtin(name) or Path(name).exists() for name in expand(source))
     except DataError:
@@ -111,21 +111,21 @@ def is_here(source: Source) -> bool:
 
 
 def read_rows(source: str, data: DataConfig, split: str) -> Iterator[Raw]:
-    """Reads one of the sources of ``files``, row by row, as it is written there; see ``data.load_table``.
+    """Reads one source of ``files`` row by row, unchanged; see ``data.load_table``.
 
     Raises:
-        DataError: A source that is missing, of no known kind or damaged.
+        DataError: The source is missing, damaged or of an unknown kind.
     """
     path = builtin.path(source) if names.is_builtin(source) else Path(source)
-    read = READERS.get(suffix := suffix_of(path))
-    if read and path.is_file():
+    reader = READERS.get(suffix := suffix_of(path))
+    if reader and path.is_file():
         try:
-            yield from read(path, data.csv)
+            yield from reader(path, data.csv)
         except (*_PACKED, LookupError, csv.Error, *_VALUES) as error:
-            # The message of the parser may quote the row; its type does not.
-            wrong = isinstance(error, UnicodeError | LookupError)
-            named = ", or name its data.csv.encoding, such as cp1252" if "csv" in suffix or "tsv" in suffix else ""
-            fix = f" Save it as UTF-8{named}." if wrong else ""
+            # The parser's message may quote the row; the type of the error does not.
+            is_encoding_error = isinstance(error, UnicodeError | LookupError)
+            advice = ", or name its data.csv.encoding, such as cp1252" if "csv" in suffix or "tsv" in suffix else ""
+            fix = f" Save it as UTF-8{advice}." if is_encoding_error else ""
             raise DataError(f"{source}: cannot be read as {suffix} ({type(error).__name__}).{fix}") from None
     elif path.is_dir():
         yield from _read_saved(path, split)
@@ -141,8 +141,8 @@ def _check_kinds(path: Path) -> None:
     kinds, readme = {suffix_of(file) for file in path.rglob("*")} & READERS.keys(), path / "README.md"
     card = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     front = re.match(r"---\s*\n(.*?\n)---", card, re.DOTALL)
-    says_which = front and re.search(r"^configs:", front[1], re.MULTILINE)
-    if len(kinds) > 1 and not _is_saved(path) and not says_which:
+    lists_configs = front and re.search(r"^configs:", front[1], re.MULTILINE)
+    if len(kinds) > 1 and not _is_saved(path) and not lists_configs:
         raise DataError(
             f"{path}: holds {' and '.join(sorted(kinds))} files, and datasets would read one type and ignore the others. Name "
             "the files, or a glob such as DIR/*.jsonl."
@@ -155,10 +155,10 @@ def _is_saved(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _for_datasets(path: Path) -> Iterator[Path]:
-    """A folder that ``datasets`` can read: with links to its files where its name looks like a pattern or an address.
+    """A folder that ``datasets`` can read: the path, or links to its files if the name looks like a pattern or an address.
 
     Raises:
-        DataError: Whatever ``datasets`` raises, without its message, which may quote rows.
+        DataError: ``datasets`` raises an error; its message, which may quote rows, is dropped.
     """
     try:
         if re.fullmatch(r"[\w./ -]+", str(path.resolve())):
@@ -177,7 +177,7 @@ def _for_datasets(path: Path) -> Iterator[Path]:
 
 
 def _of_split(path: Path, split: str, cache_dir: Path) -> list[str]:
-    """The files of a split, of which no row is read; a saved dataset is itself."""
+    """The files of a split, without reading rows; a saved dataset is its own path."""
     if _is_saved(path):
         return [str(path)]
     import datasets
@@ -185,8 +185,8 @@ def _of_split(path: Path, split: str, cache_dir: Path) -> list[str]:
     with _for_datasets(path) as folder:
         builder = datasets.load_dataset_builder(str(folder), cache_dir=str(cache_dir))
         files_of = {  # a file may be named by several patterns
-            str(name): {Path(file).relative_to(folder.resolve()) for file in of_it}
-            for name, of_it in (builder.config.data_files or {}).items()
+            str(name): {Path(file).relative_to(folder.resolve()) for file in split_files}
+            for name, split_files in (builder.config.data_files or {}).items()
         }
     in_split = sorted(str(path / file) for file in _select(files_of, split, path))
     if unread := {suffix_of(Path(file)) for file in in_split} - READERS.keys():
@@ -219,9 +219,9 @@ def _read_saved(path: Path, split: str) -> Iterator[Raw]:
 
 @contextlib.contextmanager
 def asking_hub(name: str) -> Iterator[None]:
-    """If the Hub cannot be reached, code inside looks for a cached copy of ``name`` alone.
+    """Inside, only a cached copy of ``name`` is used if the Hub cannot be reached.
 
-    huggingface_hub would ask for two minutes. Behind a proxy, and where HF_HUB_OFFLINE is set, nothing is changed.
+    huggingface_hub would retry for two minutes. Has no effect with a proxy, or if HF_HUB_OFFLINE is set.
     """
     from huggingface_hub import constants
 
@@ -239,7 +239,7 @@ def asking_hub(name: str) -> Iterator[None]:
 
 
 def _download(source: str, data: DataConfig, cache_dir: Path) -> Path:
-    # datasets would keep the downloaded files in the user's shared Hub cache; a snapshot into our own folder does not.
+    # datasets would leave the files in the user's shared Hub cache; a snapshot into the run's folder does not.
     from huggingface_hub import snapshot_download
 
     target = cache_dir / "hub" / source.replace("/", "--")
@@ -256,10 +256,10 @@ def _download(source: str, data: DataConfig, cache_dir: Path) -> Path:
 
 PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ROWS_AT_ONCE = 1000
-"""Rows of a table that are Python objects at a time."""
+"""Rows of a table that are converted to Python objects at a time."""
 _SURPLUS = "\0more fields than the header line"
 MOST_LEVELS = 100
-"""Of lists and objects in one another in a row of JSON."""
+"""Maximum nesting depth of lists and objects in a row of JSON."""
 
 
 def unpacked(name: str) -> str:
@@ -268,7 +268,7 @@ def unpacked(name: str) -> str:
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix of a file in lower case; of a compressed file of text, the one before .gz."""
+    """The suffix of a file in lower case; for a compressed text file, the one before .gz."""
     inner = Path(unpacked(path.name)).suffix.lower()
     return path.suffix.lower() if inner == ".parquet" else inner
 
@@ -282,7 +282,7 @@ def _open(path: Path, encoding: str) -> IO[str]:
 
 
 def _read_json(path: Path, _: CsvConfig) -> Iterator[Raw]:
-    """One object a line, or one list of objects, which is held in memory."""
+    """Reads one object per line, or one list of objects, which is held in memory."""
     values: Iterator[tuple[str, Any]]
     with _open(path, "utf-8-sig") as file:
         expected = "one object a line"
@@ -317,16 +317,16 @@ def _parsed(text: str, location: str, expected: str, levels: int) -> Any:
 
 
 def _check_names(columns: Sequence[str], location: str) -> None:
-    """Refuses two columns of one name, which without a header line may be a text; columns without a name are never read."""
+    """Refuses two columns of one name, without naming them: without a header line they hold text. Ignores unnamed columns."""
     nonempty = [name for name in columns if name]
     if len(set(nonempty)) < len(nonempty):
         raise DataError(
-            f"{location} has two columns, or keys, of one name, of which one would be lost. Rename or drop one of them."
+            f"{location} has two columns, or keys, of one name, so one would be lost. Rename or drop one of them."
         )
 
 
 def _limit_depth(value: Any, levels: int) -> None:
-    """Raises the error that json raises, at a depth that every later reader of the row can handle."""
+    """Raises the RecursionError of json at a depth that every later reader of the row can handle."""
     if not levels:
         raise RecursionError
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -334,10 +334,10 @@ def _limit_depth(value: Any, levels: int) -> None:
 
 
 def read_csv(path: Path, settings: CsvConfig) -> Iterator[Raw]:
-    """Each row by the names in the header line; a short line has no further columns."""
+    """Reads each row by the names in the header line; a short line lacks the remaining columns."""
     with _open(path, settings.encoding or "") as file:
         header = file.readline()
-        # Of the header line alone, which nobody's row is: what people wrote decides nothing.
+        # Chosen by the header line alone, which is nobody's row, so no private text affects it.
         marks = "\t" if ".tsv" in path.suffixes else ",;\t|"
         unquoted = re.sub(r'"[^"]*"', "", header)
         delimiter = settings.delimiter or next((mark for mark in marks if mark in unquoted), marks[0])
@@ -362,14 +362,14 @@ def read_csv(path: Path, settings: CsvConfig) -> Iterator[Raw]:
 
 
 def _unambiguous(lines: Iterator[str], mark: str) -> Iterator[str]:
-    """The lines of a csv file whose delimiter is ``mark``, if each quote begins a field, ends one or is doubled in one.
+    """Yields the lines of a csv file with delimiter ``mark``; raises if a quote neither begins nor ends a field nor is doubled.
 
-    Elsewhere csv reads a quote as a letter, so that a row with a quote too many would end in the row of somebody else.
+    csv reads any other quote as a letter, so a row with a surplus quote could end in somebody else's row.
     """
     text = '(?:[^"]|"")*+'
     field = f'(?:"{text}"|[^"{mark}]*+)'
     fields = f"(?:{mark}{field})*+"
-    closed = re.compile(field + fields), re.compile(f'{text}"{fields}')  # by whether the line begins in a quoted field
+    closed = re.compile(field + fields), re.compile(f'{text}"{fields}')  # indexed by whether the line begins in quotes
     opened = re.compile(f'(?:{field}{mark})*+"{text}'), re.compile(f'(?:{text}"{fields}(?<={mark})")?{text}')
     in_quotes = False
     for line in lines:
@@ -385,14 +385,14 @@ def _unambiguous(lines: Iterator[str], mark: str) -> Iterator[str]:
 def _read_parquet(path: Path, _: CsvConfig) -> Iterator[Raw]:
     from pyarrow import parquet
 
-    with open(path, "rb") as file, parquet.ParquetFile(file) as table:  # pyarrow opens no name that is not UTF-8
+    with open(path, "rb") as file, parquet.ParquetFile(file) as table:  # pyarrow cannot open names that are not UTF-8
         _check_names(table.schema_arrow.names, f"{path}: its table")
         for batch in table.iter_batches(batch_size=ROWS_AT_ONCE):
             yield from batch.to_pylist()
 
 
 def _read_arrow(path: Path, _: CsvConfig) -> Iterator[Raw]:
-    """A stream, as ``datasets`` writes it, or a file of batches."""
+    """Reads a stream, which ``datasets`` writes, or a file of batches."""
     from pyarrow import ipc
 
     with open(path, "rb") as content:
@@ -409,5 +409,5 @@ READERS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), _read_json),
     **dict.fromkeys((".csv", ".tsv"), read_csv),
     ".parquet": _read_parquet,
-    ".arrow": _read_arrow,  # datasets would read all files of a directory by the types of the first
+    ".arrow": _read_arrow,  # datasets would read all files of a directory with the types of the first
 }

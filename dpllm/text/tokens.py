@@ -1,16 +1,16 @@
-"""Rows as tokenised units on disk: a corpus larger than memory trains, and is tokenised once.
+"""Tokenised units on disk: a corpus is tokenised once and may be larger than memory.
 
-Comes in: rows by unit and a tokenizer, or a directory written before. Goes out: ``Unit`` values, which say which tokens are
-learned and by what they are divided; a ``Sequence`` of them, each read when it is asked for. It must not know the model or the
-Plan. Errors name units and never their text.
+Comes in: rows by unit and a tokenizer, or a cache directory. Goes out: ``Unit`` values, which hold the learned tokens and the
+denominator of their loss; a ``Sequence`` of them, each read when it is indexed. Must not know the model or the Plan. Errors name
+units and never their text.
 
 An entry of the cache is a directory, private/cache/tokens/KEY, with
-    tokens.bin  unit after unit, sequence after sequence: two int32 (tokens, denominator), int32 ids, the loss mask
+    tokens.bin  for each sequence of each unit: two int32 (tokens, denominator), int32 ids, the loss mask
                 in bits; integers in this machine's byte order
-    index.npy   int64, one row a unit and one behind them: its first byte in tokens.bin, its first sequence among all
+    index.npy   int64, one row per unit and a final row: first byte in tokens.bin, number of its first sequence
     sizes.npy   int32, the tokens of each sequence
-    meta.json   the digest of all three, how many bytes and units they hold, and what became of long rows
-It is written elsewhere and renamed, so that whatever has its name is whole.
+    meta.json   the digest of all three, their numbers of bytes and units, and counts of long rows
+It is written under another name and then renamed, so an entry is always complete.
 
 Shape suffixes: U units, S sequences, T tokens.
 """
@@ -42,11 +42,11 @@ from dpllm.text.layouts import Format, Row
 from dpllm.text.owners import is_empty
 from dpllm.text.rendering import Rendered, rendered
 
-AT_ONCE = 2**18  # characters that a tokenizer gets in one call
+AT_ONCE = 2**18  # characters per call of the tokenizer
 ENCODING = 6
-"""To be raised when ``encode`` makes other tokens of the same row, or an entry is laid out otherwise."""
+"""Raise it when ``encode`` makes other tokens from the same row, or the layout of an entry changes."""
 FOLDER = "tokens"
-_PIECE = 2**22  # bytes that are hashed, or buffered before they are written, at a time
+_PIECE = 2**22  # bytes that are hashed, or buffered for writing, at a time
 
 
 @dataclass
@@ -54,12 +54,12 @@ class Lengths:
     """Counts of texts, see ``rendered``, and of units."""
 
     texts: int = 0
-    lost: int = 0  # of which nothing is learned
-    short: int = 0  # these, and those that lost their end
-    full: int = 0  # units with a text that fills max_length, cut or not
+    lost: int = 0  # texts from which nothing is learned
+    short: int = 0  # lost texts, and texts whose end was cut off
+    full: int = 0  # units with a text that fills max_length, whether it was cut or not
 
     def add(self, texts: Collection[tuple[int, bool]], data: DataConfig) -> None:
-        """One unit more: the tokens of each of its texts, and whether any is learned."""
+        """Counts one unit: the number of tokens of each of its texts, and whether any token is learned."""
         cut = data.max_length if data.long_examples == "truncate" else float("inf")
         self.texts += len(texts)
         self.lost += sum(not learned for _, learned in texts)
@@ -67,12 +67,12 @@ class Lengths:
         self.full += any(tokens >= data.max_length for tokens, _ in texts)
 
     def check(self, data: DataConfig) -> None:
-        """Refuses, with a DataError, texts of which nothing is learned. The operator alone hears of it: no record, no ledger."""
+        """Refuses, with a DataError, texts from which nothing is learned. Only the operator sees it: no record, no ledger."""
         if self.texts and self.lost == self.texts:
             raise DataError(f"data.train: a run would be charged for nothing, because {self.warning(data)}")
 
     def warning(self, data: DataConfig) -> str:
-        """A warning, for the terminal alone, where more than half of the texts are lost or cut; else empty."""
+        """A warning, for the terminal only, if more than half of the texts are lost or cut; else empty."""
         if 2 * self.short <= self.texts:
             return ""
         how_many = "no row has" if self.lost == self.texts else "more than half of the rows have not"
@@ -88,10 +88,10 @@ class Lengths:
 def encode_units(
     groups: Iterable[Sequence[Row]], fmt: Format, tokenizer: Any, data: DataConfig, *, name: str | None = None
 ) -> list[Unit]:
-    """Tokenises every unit, in memory; errors name ``name``, or else the training data.
+    """Tokenises every unit in memory; errors name ``name``, or else the training data.
 
     Raises:
-        DataError: ``long_examples: refuse`` and a longer row, or a row that the chat template does not take.
+        DataError: A row exceeds max_length under ``long_examples: refuse``, or the chat template rejects it.
     """
     return list(iter_units(groups, fmt, tokenizer, data, name=name))
 
@@ -105,7 +105,7 @@ def iter_units(
     name: str | None = None,
     lengths: Lengths | None = None,
 ) -> Iterator[Unit]:
-    """As ``encode_units``, one unit after the other, each counted in ``lengths``; ``AT_ONCE`` characters go into one call."""
+    """Yields the units of ``encode_units`` and counts each in ``lengths``; one call tokenises about ``AT_ONCE`` characters."""
     source = name or ", ".join(names.listed(data.train))
 
     def finished(waiting: dict[int, list[Rendered]]) -> Iterator[Unit]:
@@ -129,7 +129,7 @@ def iter_units(
             nonempty = [row for row in rows if data.owners == "one" or not is_empty(row, fmt)]
             waiting[number] = [text for row in nonempty for text in rendered(row, fmt, tokenizer, data.template)]
         except DataError as error:
-            yield from finished(waiting)  # an error in a unit before it comes first
+            yield from finished(waiting)  # errors in earlier units come first
             raise DataError(f"{source}: unit {number}: {error}") from None
         characters += sum(len(text.text) for text in waiting[number])
         if characters > AT_ONCE:
@@ -139,11 +139,11 @@ def iter_units(
 
 
 def encode(parts: dict[str, Any], fmt: Format, tokenizer: Any, data: DataConfig) -> list[TokenSequence]:
-    """Tokenises the parts of one row, which is one text, as ``data`` says: template, max_length, long_examples.
+    """Tokenises one row, which holds one text, with the template, max_length and long_examples of ``data``.
 
     Returns:
         No sequence (nothing to predict), one, or several chunks of at most max_length tokens. Chunks overlap by one
-        token, so that every target is predicted exactly once.
+        token, so every target is predicted exactly once.
 
     Raises:
         DataError: See ``encode_units``.
@@ -153,9 +153,9 @@ def encode(parts: dict[str, Any], fmt: Format, tokenizer: Any, data: DataConfig)
 
 
 def encode_prompt(prompt: str, tokenizer: Any, template: str | None) -> list[int]:
-    """The tokens that stand before a completion that begins with a letter, as ``encode`` makes them; none of an empty text.
+    """The tokens of ``encode`` before a completion that begins with a letter; none for an empty text.
 
-    Encoded alone, a prompt may end in other ones: two line ends are one token of GPT-2's, and two before a letter.
+    A prompt that is encoded alone may end differently: for GPT-2 two line ends are one token, but two tokens before a letter.
     """
     row = Row({"prompt": prompt, "completion": "A"})
     ((ids, mask),) = _tokenise(rendered(row, "prompt_completion", tokenizer, template), tokenizer)
@@ -163,13 +163,13 @@ def encode_prompt(prompt: str, tokenizer: Any, template: str | None) -> list[int
 
 
 EMPTY = TokenSequence((0, 0), (False, False), 1)
-"""A text whose prompt alone is longer than max_length, and that stands there because another one belongs to it."""
+"""Stands for an answer whose prompt alone exceeds max_length, to keep its place in the pair."""
 
 
 def _tokenise(texts: Sequence[Rendered], tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
-    """Token ids of each text, and which of them are learned, of texts of one format.
+    """Yields the token ids and the loss mask of each text; all texts have one format.
 
-    The end of the text is learned too; a chat template says itself where turns end.
+    The end-of-text token is learned too; a chat template marks the ends of turns itself.
     """
     if not texts:
         return
@@ -195,7 +195,7 @@ def _tokenise(texts: Sequence[Rendered], tokenizer: Any) -> Iterator[tuple[list[
 
 
 def begins_twice(ids: Sequence[int], tokenizer: Any) -> bool:
-    """Whether a text, rendered by a chat template before, brought a second beginning-of-text token."""
+    """Whether ids begin with two beginning-of-text tokens, because a chat template added one to the text."""
     return tokenizer.bos_token_id is not None and list(ids[:2]) == [tokenizer.bos_token_id] * 2
 
 
@@ -208,8 +208,8 @@ def _cut(ids: list[int], mask: list[bool], max_length: int, long_examples: str) 
     if long_examples == "truncate":
         ids, mask = ids[:max_length], mask[:max_length]
     if mask:
-        mask[0] = False  # nothing stands before it, from which it could be predicted
-    total = sum(mask)  # of the whole text, also in each of its chunks: their losses add up to its mean
+        mask[0] = False  # it has no context to be predicted from
+    total = sum(mask)  # targets of the whole text, in each chunk too: the chunks' losses add up to the mean of the text
     sequences = []
     for start in range(0, max(1, len(ids) - 1), max_length - 1):  # the last token of a chunk is the context of the next
         piece = tuple(ids[start : start + max_length])
@@ -221,13 +221,13 @@ def _cut(ids: list[int], mask: list[bool], max_length: int, long_examples: str) 
 
 @dataclass(frozen=True, eq=False)
 class Units(ReadWhenAsked[Unit | None]):
-    """Tokenised units: from disk, and slots behind them that are held in memory. Made by ``make_units``.
+    """Tokenised units on disk, followed by slots in memory. Made by ``make_units``.
 
     Attributes:
         path: The entry of the cache.
-        digest: Of all tokens, masks and denominators in their order; equal in two processes that train on the same units.
-            Private: a hash of a short text tells whoever guesses it.
-        lengths: What became of the rows on disk, at data.max_length.
+        digest: Hash of all tokens, masks and denominators in order; equal in two processes that train on the same units.
+            Private: a hash of a short text confirms a guess of that text.
+        lengths: Counts of the texts on disk that data.max_length cut.
     """
 
     path: Path
@@ -235,7 +235,7 @@ class Units(ReadWhenAsked[Unit | None]):
     lengths: Lengths
     _index_U2: NDArray[np.int64]
     _size_S: NDArray[np.int32]
-    _file: BinaryIO  # tokens.bin, closed when nobody holds it any more
+    _file: BinaryIO  # tokens.bin, closed by garbage collection
     _slots: tuple[Unit | None, ...] = ()
 
     @property
@@ -252,7 +252,7 @@ class Units(ReadWhenAsked[Unit | None]):
         return _unpack(_bytes(self._file, start, end - start), last - first)
 
     def sizes(self, index: int) -> list[int]:
-        """Tokens of each sequence of a slot; none where there is nothing. No token is read."""
+        """Numbers of tokens of a slot's sequences; empty for a slot without data. Reads no tokens."""
         number = range(len(self))[index]
         if number >= self._on_disk:
             return _sizes(self._slots[number - self._on_disk])
@@ -261,7 +261,7 @@ class Units(ReadWhenAsked[Unit | None]):
         return sizes
 
     def with_slots(self, slots: Sequence[Unit | None]) -> Units:
-        """The same units and further slots behind them, which stay in memory; None for a slot without data."""
+        """The same units followed by further slots, which stay in memory; None is a slot without data."""
         digest = hashlib.blake2b(self.digest.encode(), digest_size=32)
         for slot in slots:
             digest.update(b"none" if slot is None else b"unit" + _pack(slot))
@@ -269,27 +269,27 @@ class Units(ReadWhenAsked[Unit | None]):
 
 
 def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, cache_dir: Path) -> Units:
-    """The units of ``encode_units``, on disk; tokenised unless the cache holds them.
+    """The units of ``encode_units`` on disk; tokenises them unless the cache holds them.
 
-    Several processes may call this at once: one writes, the others wait for it. What killed processes left behind is
-    removed. An entry that is damaged is made again.
+    Several processes may call this at once: one writes, and the others wait. Partial entries of killed processes are removed,
+    and damaged entries are rewritten.
 
     Args:
-        table: Of ``data.load_table``.
-        groups: The rows of each unit, of ``data.sampled_rows`` of the same table.
+        table: The result of ``data.load_table``.
+        groups: The rows of each unit: ``data.sampled_rows`` of the same table.
         tokenizer: A fast transformers tokenizer.
         data: template, max_length, long_examples, owners.
         cache_dir: The run's private cache.
 
     Raises:
-        DataError: See ``encode_units``; a disk that is full.
+        DataError: See ``encode_units``; or the disk is full.
     """
     path = cache_dir / FOLDER / _key(table, groups, tokenizer, data)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(path.parent / ".lock"):
             if (units := _open(path)) is None:
-                for partial in path.parent.glob(".*.*"):  # of a process that was killed
+                for partial in path.parent.glob(".*.*"):  # left by killed processes
                     shutil.rmtree(partial, ignore_errors=True)
                 with whole_directory(path, mode=0o700) as part:
                     lengths = Lengths()
@@ -297,11 +297,11 @@ def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, c
                     _write(part, tokenised, len(groups), lengths)
                 units = _open(path)
         if units is None:
-            raise OSError(errno.EIO, "what was written there cannot be read back")
+            raise OSError(errno.EIO, "the written tokens cannot be read back")
         return units
     except OSError as error:
         raise DataError(
-            f"{path.parent}: cannot hold the tokens of {table.name} ({error.strerror}), which training reads from disk. Free "
+            f"{path.parent}: cannot store the tokens of {table.name} ({error.strerror}), which training reads from disk. Free "
             "some space, or type an --output_dir on another disk."
         ) from None
 
@@ -310,8 +310,8 @@ def _key(table: Table, groups: Groups, tokenizer: Any, data: DataConfig) -> str:
     import transformers
 
     if table.digest is None:
-        raise ValueError("only rows of load_table have a digest, which is needed to recognise a cached corpus")
-    tokenizer(["a"])  # takes off what a file or an earlier call left of truncation and padding, as encoding does
+        raise ValueError("only tables of load_table have a digest, which identifies a cached corpus")
+    tokenizer(["a"])  # resets truncation and padding from a file or an earlier call, as encoding does
     parts = {
         "encoding": ENCODING,
         "transformers": transformers.__version__,
@@ -353,7 +353,7 @@ def _write(part: Path, units: Iterable[Unit], total: int, lengths: Lengths) -> N
 
 
 def _open(path: Path) -> Units | None:
-    """An entry, read completely, or None where it is missing or damaged."""
+    """Opens an entry after checking all its bytes; None if it is missing or damaged."""
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         index_U2, size_S = (np.load(path / f"{name}.npy", allow_pickle=False) for name in ("index", "sizes"))
@@ -373,7 +373,7 @@ def _open(path: Path) -> Units | None:
 
 
 def _bytes(file: BinaryIO, start: int, size: int) -> bytes:
-    """Fewer than 2^31, read without a position, so that threads may share the file; mapped, they would count as memory."""
+    """Reads fewer than 2^31 bytes without moving the file position, so threads can share the file; mmap would use memory."""
     content = os.pread(file.fileno(), size, start)
     if len(content) < size:
         raise DataError("the copy of the data in the run's cache was truncated while it was read. Start again.")
@@ -387,7 +387,7 @@ def _sizes(unit: Unit | None) -> list[int]:
 def _pack(unit: Unit) -> bytes:
     parts = []
     for sequence in unit.sequences:
-        # array and bytes: numpy is slow over tuples of Python numbers
+        # array and bytes, because numpy is slow on tuples of Python numbers
         ids = array("i", (len(sequence.input_ids), sequence.denominator, *sequence.input_ids))
         parts += [ids.tobytes(), np.packbits(np.frombuffer(bytes(sequence.loss_mask), np.uint8)).tobytes()]
     return b"".join(parts)

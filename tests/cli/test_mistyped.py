@@ -63,7 +63,7 @@ def test_a_new_file_an_empty_one_and_a_link_can_be_a_ledger() -> None:
 
 def test_plan_says_it_before_a_run_would_load_its_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "recipe.yaml", "--privacy.ledger", "text/ledger.sqlite"]) == 2
-    assert "text is a file, and nothing can lie under it" in capsys.readouterr().err
+    assert "text is a file, so nothing can be stored under it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -136,16 +136,16 @@ def test_other_settings_do_not_go_on_with_paid_draws(place: Place) -> None:
         (("--rows", 41), "no more rows than there are units"),
         (("--epsilon", 1e-9), "gives no guarantee"),
         (("--batch", 41), "0 texts fit"),
-        (("--prompt", "Write something."), "where a record stands"),
-        (("--data.max_length", 126), "exceed the 128 that the model reads"),
-        (("--data.control", "[visit]"), "the two belong together"),
+        (("--prompt", "Write something."), "in place of the record"),
+        (("--data.max_length", 126), "exceed the 128 positions of the model"),
+        (("--data.control", "[visit]"), "each needs the other"),
         (("--max-new-tokens", 0), "Type 1 or more of both"),
-        (("--seed", 3), "is of no use --by inference"),
+        (("--seed", 3), "has no effect with --by inference"),
         (("--batch", 0), "batch_size is 0"),
         (("--temperature", 0), "--temperature is 0.0"),
         (("--temperature", "nan"), "--temperature is nan"),
-        (("--prompt", "\udcff {text}"), "where a record stands"),
-        (("--model.adapter", "somewhere"), "nothing trains here"),
+        (("--prompt", "\udcff {text}"), "in place of the record"),
+        (("--model.adapter", "somewhere"), "nothing is trained here"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_spent(
@@ -248,9 +248,9 @@ def test_shares_of_another_account_are_refused(place: Place, change: str) -> Non
     (release,) = json.loads(shares.read_text("utf-8"))["releases"]
     changes = {"unit": "owner", "dataset": "other", "entry": [{**release, "entry": "0123456789abcdef"}]}
     edit_json(shares, **{"releases" if change == "entry" else change: changes[change]})
-    assert "that the ledger knows of" in dpllm_(*place.words(*control, shares)).err
+    assert "that the ledger charged to" in dpllm_(*place.words(*control, shares)).err
     assert len(place.runs()) == 1
-    assert "the two belong together" in dpllm_(*place.words("--describe", shares)).err
+    assert "each needs the other" in dpllm_(*place.words("--describe", shares)).err
 
 
 def test_texts_are_asked_for_as_released_shares_say(place: Place) -> None:

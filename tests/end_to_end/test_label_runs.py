@@ -178,7 +178,7 @@ def test_a_draw_that_died_is_paid_and_its_labels_are_drawn_again_only_at_a_secon
         patch.setattr(labels, "flipped", Mock(side_effect=KeyboardInterrupt))
         assert dpllm_(*command).code == 1
     assert not (place.root / "own.randomized.jsonl").exists()
-    assert "One never ended" in refused(*command, code=3)
+    assert "One draw never ended" in refused(*command, code=3)
     done(*command, "--again")
     assert [run.event for run in place.runs("labels of own")] == [PureDP(1.0)] * 2
     assert "were randomised before" in refused(*command, "--output", place.root / "third.jsonl", code=3)
@@ -191,13 +191,13 @@ def test_what_cannot_be_randomised_or_trained_on_is_one_line(flipped: tuple[Plac
     assert "more than --max-labels 1 labels" in refused(*flip, "--epsilon", "1", "--unit", "who", "--max-labels", "1")
     assert "go together" in refused(*flip, "--epsilon", "1", "--unit", "who")
     assert "--epsilon" in refused(*flip, "--epsilon", "0")
-    assert "is there already" in refused(*flip, "--epsilon", "1", "--output", output)
+    assert "exists already" in refused(*flip, "--epsilon", "1", "--output", output)
     text = ("randomize-labels", tiny.write_rows(place.root / "text.jsonl", [{"text": "a"}]), "--ledger", place.ledger)
     assert "which format preference reads" in refused(*text, "--epsilon", "1")
     with Ledger(place.ledger) as ledger:
         assert ledger.datasets() == ["labels of notes"]  # none of these was charged
     train = ("train", place.recipe)
-    assert "were randomised (flipped.labels.json lies beside it)" in refused(*train, "--data.train", output)
+    assert "were randomised (flipped.labels.json is next to it)" in refused(*train, "--data.train", output)
     assert "not the file that" in refused(*train, "--data.train", other, *trained_on(output)[2:], code=3)
     assert "sets how often they are wrong" in refused(*train, *trained_on(output), "--train.label_smoothing", "0.1")
     assert "is not the 1 of data.label_record" in refused(*train, *trained_on(output), "--data.label_epsilon", "2")
@@ -235,7 +235,7 @@ def test_what_else_a_message_says_stays_behind(tmp_path: Path) -> None:
     result = [turn for row in lines(tmp_path / "given.flipped.jsonl") for field in row.values() for turn in field]
     assert {frozenset(turn) for turn in result} == {frozenset({"role", "content"})}
     rows[0]["chosen"] = [{"role": "assistant", "content": [{"type": "text", "text": "a", "score": 1}]}]
-    assert "whose content is no text" in flips(tmp_path, rows, name="parts").err
+    assert "whose content is not text" in flips(tmp_path, rows, name="parts").err
 
 
 def test_the_same_labels_in_another_layout_are_not_drawn_again(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_the_same_labels_in_another_layout_are_not_drawn_again(tmp_path: Path) -
 
 def test_a_pair_that_stands_twice_has_one_label(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "chosen": f"a{n}", "rejected": f"b{n}", "who": "p"} for n in (0, 1, 0)]
-    assert "stand there twice" in flips(tmp_path, rows).err
+    assert "has some pairs twice" in flips(tmp_path, rows).err
     assert flips(tmp_path, rows, "--unit", "who", "--max-labels", 3, name="of one").code == 0
 
 
@@ -266,7 +266,7 @@ def test_a_part_of_labels_that_were_drawn_is_charged_to_the_same_people(tmp_path
 
 def test_units_and_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "chosen": f"a{n}", "rejected": f"b{n}"} for n in range(3)]
-    assert "follows from the label" in flips(tmp_path, rows, "--unit", "chosen", "--max-labels", 1).err
+    assert "the label decides" in flips(tmp_path, rows, "--unit", "chosen", "--max-labels", 1).err
     assert "ends with .jsonl" in flips(tmp_path, rows, "--output", tmp_path / "x.json").err
     assert not (tmp_path / "given.flipped.jsonl").exists()
 

@@ -113,7 +113,7 @@ def test_a_draw_that_was_killed_is_not_drawn_again(tmp_path: Path) -> None:
         )
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    with pytest.raises(Refused, match=r"randomised before \(labels of .*One never ended"):
+    with pytest.raises(Refused, match=r"randomised before \(labels of .*One draw never ended"):
         draw(data, ledger)
     assert draw(data, ledger, again=True).account_epsilon == 2.0
 
@@ -191,7 +191,7 @@ def test_data_of_a_budget_are_labels_and_no_texts(tmp_path: Path) -> None:
         texts, _ = dataset_policy.records_of(str(data), ledger, "example")
         assert ledger.records.conflict("notes", texts, None) is None
         text = written(tmp_path / "text.jsonl", [{"text": "a"}])
-        with pytest.raises(ConfigError, match="labels are of pairs"):
+        with pytest.raises(ConfigError, match="only pairs have labels"):
             dataset_policy.records_of(str(text), ledger, "example", "label_changed")
     assert draw(data, tmp_path / "l.sqlite").dataset == "labels of study"
     with pytest.raises(DpllmError):

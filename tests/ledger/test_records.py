@@ -130,12 +130,12 @@ def test_derivation_is_no_way_out_of_an_account(ledger: Ledger):
     budgets.set_budget(ledger, "notes", budget(0.01), records=of(ledger, ROWS))
     reserve(ledger, "rich")
     reserve(ledger, "plain")
-    with pytest.raises(Refused, match="stands in the ledger already"):
+    with pytest.raises(Refused, match="is in the ledger already"):
         reserve(ledger, "notes", derived_from="rich")
-    with pytest.raises(Refused, match="stands in the ledger already"):
+    with pytest.raises(Refused, match="is in the ledger already"):
         reserve(ledger, "plain", derived_from="rich")
     reserve(ledger, "sub", derived_from="rich")
-    with pytest.raises(Refused, match="stands in the ledger already"):
+    with pytest.raises(Refused, match="is in the ledger already"):
         reserve(ledger, "sub", derived_from="plain")
     with pytest.raises(Refused, match="these very records"):
         reserve(ledger, "copy", records=of(ledger, ROWS), derived_from="rich")

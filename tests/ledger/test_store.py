@@ -242,7 +242,7 @@ def test_what_cannot_be_a_ledger_is_one_clear_error(tmp_path: Path):
     for version in (3, 99):
         with Ledger(tmp_path / f"{version}.sqlite") as ledger:
             ledger.store.rows(f"UPDATE meta SET value = '{version}' WHERE key = 'schema_version'")
-        with pytest.raises(ConfigError, match=f"it is of version {version}"):
+        with pytest.raises(ConfigError, match=f"it has version {version}"):
             SQLite(tmp_path / f"{version}.sqlite", read_only=True)
     for name in ("text", ".", "text/below", "other.sqlite", "3.sqlite", "99.sqlite", "x" * 300):
         with pytest.raises(ConfigError, match=r"privacy\.ledger") as error:

@@ -157,7 +157,7 @@ def test_a_model_that_cannot_read_rows_beside_each_other_is_one_line(
         raise error("shapes")
 
     monkeypatch.setattr(Embedder, "vectors", fails)
-    with pytest.raises(ConfigError, match="cannot read rows beside each other"):
+    with pytest.raises(ConfigError, match="cannot read several rows at once"):
         encoder(save(tmp_path / "m"))
 
 

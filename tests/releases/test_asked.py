@@ -78,7 +78,7 @@ UNDECLARED: dict[Kind, list[str]] = {
 
 @pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in UNDECLARED.items() for text in texts])
 def test_what_is_not_declared_is_refused(kind: Kind, text: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"--{kind} {text}: values have to be declared")):
+    with pytest.raises(ConfigError, match=re.escape(f"--{kind} {text}: values must be declared")):
         parse(kind, text, ".5")
 
 

@@ -157,8 +157,8 @@ def test_statistics_of_a_final_call_are_admitted_together_and_are_the_last(say: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--shares label", "to be declared"),
-        ("--quantiles age", "to be declared"),
+        ("--shares label", "must be declared"),
+        ("--quantiles age", "must be declared"),
         ("--shares diagnosis=yes,no", "no row has a column 'diagnosis'"),
         ("", "no statistic is asked"),
         ("--lengths 8,16", "--model MODEL"),

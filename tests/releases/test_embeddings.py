@@ -123,12 +123,12 @@ def test_odd_texts_and_a_unit_of_a_thousand_rows_are_no_error(say: Say) -> None:
         (["--predict", "label", "--values", "yes,other"], "--values"),
         (["--predict", "label"], "--values"),
         (["--predict", "diagnosis", "--values", "a,b"], "no row has a column 'diagnosis'"),
-        ([*CLUSTERS, *PREDICT], "folders of their own"),
-        ([*CLUSTERS, "--values", "a,b"], "folders of their own"),
+        ([*CLUSTERS, *PREDICT], "need separate folders"),
+        ([*CLUSTERS, "--values", "a,b"], "need separate folders"),
         ([*CLUSTERS, "--epsilon", "0.002", "--data.public_size", "200000"], "takes noise of"),
         ([*CLUSTERS, "--units"], "by another dpllm describe"),
-        (["--clusters", "1"], "--clusters 1: is 2 to 99"),
-        (["--clusters", "100"], "--clusters 100: is 2 to 99"),
+        (["--clusters", "1"], "--clusters 1: is not from 2 to 99"),
+        (["--clusters", "100"], "--clusters 100: is not from 2 to 99"),
         ([*CLUSTERS, "--model", "builtin:none"], "builtin"),
         ([*CLUSTERS, "--max-examples-per-unit", "10000"], "--max-examples-per-unit"),
         ([*CLUSTERS, "--data.public_size", "1"], "data.public_size 1 is wrong"),
@@ -374,7 +374,7 @@ def test_a_folder_whose_labels_were_edited_classifies_nothing(folder: Path, caps
     (folder / "describe.json").write_text(json.dumps(record))
     assert main(["classify", str(folder), "rows.jsonl"]) == 2
     error = capsys.readouterr().err
-    assert ("not as it was released" in error, error.count("\n")) == (True, 1)
+    assert ("differs from what was released" in error, error.count("\n")) == (True, 1)
 
 
 def test_precision_and_evaluation_rows_of_a_recipe_change_no_vector(say: Say) -> None:

@@ -131,7 +131,7 @@ def test_texts_are_dropped_for_their_reason_and_no_other() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"rows": 1}, "--epsilon is missing"), ({"rows": 1, "epsilon": 2.0, "top_p": 0.5}, "--top-p: is of no use")],
+    [({"rows": 1}, "--epsilon is missing"), ({"rows": 1, "epsilon": 2.0, "top_p": 0.5}, "--top-p: has no effect")],
 )
 def test_an_option_of_another_way_or_none_is_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -218,8 +218,8 @@ def test_a_template_that_reads_parts_gets_them() -> None:
     [
         (turn("assistant", None), "null"),
         ({"role": "assistant"}, "null"),
-        (turn("user", [{"type": "image", "url": SENTINEL}]), "no text .an image"),
-        (turn("user", [SENTINEL]), "no text .an image"),
+        (turn("user", [{"type": "image", "url": SENTINEL}]), "not text .an image"),
+        (turn("user", [SENTINEL]), "not text .an image"),
     ],
 )
 def test_a_message_without_text_is_refused_by_its_row(tmp_path: Path, message: Json, reason: str) -> None:
