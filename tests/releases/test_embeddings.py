@@ -17,7 +17,7 @@ import pytest
 import safetensors.numpy
 import sentence_encoders
 import tiny
-from published import verifies_without_torch
+from published import verify_without_torch
 from released_folders import CLUSTERS, PREDICT, UNITS, Json, Say, entries, ledger, released, rows, verdicts, write
 
 from dpllm.cli import main
@@ -330,7 +330,7 @@ def test_vectors_not_released_classify_nothing(folder: Path, capsys: pytest.Capt
 
 
 def test_verify_of_a_folder_loads_no_torch(folder: Path) -> None:
-    verifies_without_torch(folder)
+    verify_without_torch(folder)
 
 
 def change_weights(encoder: Path) -> None:
