@@ -87,11 +87,11 @@ def test_a_file_system_without_locks_is_one_message(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("fcntl.flock", none)
     monkeypatch.setattr("fcntl.lockf", none)
     with (
-        pytest.raises(ConfigError, match=r"keeps no locks .No locks available.*local disk"),
+        pytest.raises(ConfigError, match=r"has no locks .No locks available.*local disk"),
         files.locked(tmp_path / "x"),
     ):
         pass
-    with pytest.raises(ConfigError, match="keeps no locks"), RunDir(tmp_path).locked():
+    with pytest.raises(ConfigError, match="has no locks"), RunDir(tmp_path).locked():
         pass
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"No locks available.*local disk"):  # and not after a minute of waiting
@@ -117,5 +117,5 @@ def test_copies_of_rows_go_with_the_next_command_where_one_was_killed(
         assert mine.stat().st_mode & 0o077 == mine.parent.stat().st_mode & 0o077 == 0
     assert list(mine.parent.iterdir()) == []
     mine.parent.chmod(0o755)
-    with pytest.raises(ConfigError, match="others may read it"), files.scratch():
+    with pytest.raises(ConfigError, match="other users may read it"), files.scratch():
         pass
