@@ -7,7 +7,7 @@ import importlib.util
 
 
 class DpllmError(Exception):
-    """An error that a user can meet and fix; its message is shown without a traceback."""
+    """Any error that a user can meet and fix; its message is shown as it is, without a traceback."""
 
     exit_code = 1
 
@@ -25,7 +25,7 @@ class DataError(DpllmError):
 
 
 class Refused(DpllmError):
-    """A guard or the ledger's budget refuses, because a guarantee would be broken."""
+    """A guard or the ledger's budget refuses, because a promise would be broken."""
 
     exit_code = 3
 

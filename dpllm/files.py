@@ -350,7 +350,7 @@ class RunPaths:
     private = _Below("private")  # mode 0700; never leaves
     canaries = _Below("private/canaries.json")  # canary texts, coins and references: secret
     rows = _Below("private/rows.json")  # paths of the data, and digests of all rows that are not declared public
-    groups = _Below("private/groups.json")  # for banded noise: the key of the groups, and the first step of each attempt
+    groups = _Below("private/groups.json")  # for banded noise: their key, and the first step of each attempt
     projections = _Below("private/gradient_canaries.npy")  # projection of each step's release on each gradient canary
     along = _Below("private/weights_along_canaries.npy")  # projections of the initial and the final weights on them
     resume = _Below("private/resume")  # the checkpoints from which a resumed run starts: secret
