@@ -1,7 +1,7 @@
 """Releases without a training run: the statistics of describe.json, and labels randomised at the source.
 
-Comes in: JSON. Goes out: typed records, which a card can also show with a run, and a release in words. Must not know how a release
-is drawn or checked.
+Comes in: JSON. Goes out: typed records, which a card can also show with a run, and a release in words. Must not know how a
+release is drawn or checked.
 """
 
 from __future__ import annotations
