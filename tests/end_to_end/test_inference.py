@@ -181,7 +181,7 @@ def test_other_settings_do_not_go_on_with_paid_draws(place: Place) -> None:
         (("--data.max_length", 126), "exceed the 128 that the model reads"),
         (("--data.control", "[visit]"), "the two belong together"),
         (("--max-new-tokens", 0), "Type 1 or more of both"),
-        (("--seed", 3), "is of no use --by inference"),
+        (("--seed", 3), "is of no use with --by inference"),
         (("--batch", 0), "batch_size is 0"),
         (("--temperature", 0), "--temperature is 0.0"),
         (("--temperature", "nan"), "--temperature is nan"),

@@ -156,7 +156,7 @@ def test_a_reference_with_the_adapter_on_is_seen(asked: Place, monkeypatch: pyte
 WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "text as pairs": (("--train.objective", "likelihood"), "Set train.objective: dpo"),
     "another format": (("--data.format", "text"), "train.objective: dpo does not learn from data.format: text"),
-    "chunks": (("--data.long_examples", "chunk"), "would split the answers of a pair apart"),
+    "chunks": (("--data.long_examples", "chunk"), "would split the answers of a pair"),
     "no labels flipped": (("--data.label_epsilon", "1"), "label_epsilon is set by data.label_record"),
     "smoothing of text": (
         ("--train.objective", "likelihood", "--train.label_smoothing", "0.1"),

@@ -471,9 +471,9 @@ def test_prompts_are_for_models_that_answer(finished: Place, tmp_path: Path) -> 
         (("--seed", -1), "the seed is not negative"),
         (("--temperature", "1e-300"), "are out of range"),
         (("--max-new-tokens", 500), "exceed the 128"),
-        (("--epsilon", 1), "is of no use --by training"),
-        (("--unit", "who"), "is of no use --by training"),
-        (("--dry-run",), "is of no use --by training"),
+        (("--epsilon", 1), "is of no use with --by training"),
+        (("--unit", "who"), "is of no use with --by training"),
+        (("--dry-run",), "is of no use with --by training"),
         (("--prompts", "nowhere.txt"), "cannot be read"),
     ],
 )
