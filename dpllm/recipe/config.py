@@ -213,7 +213,7 @@ class DataConfig(Section):
                 "should hold {prompt}, then {completion}, each once, no other field, and end there: the end token follows"
             )
         if re.search(r"\{\{(prompt|completion)\}\}", value) or not re.sub(r"[\n\t]", "", value).isprintable():
-            raise ValueError("should have single braces, and no control characters except line ends and tabs")
+            raise ValueError("should have single braces, and only printable characters besides line ends and tabs")
         if "\\n" in value:
             raise ValueError(
                 'has a backslash and an n, not a line end; write it in double quotes, as "{prompt}\\n{completion}"'
