@@ -1,6 +1,6 @@
 """dpllm: fine-tune causal language models with differential privacy, audit them, publish the card.
 
-The front door for Python. Nothing heavy is imported before it is used:
+The Python interface. Nothing heavy is imported before it is used:
 
     recipe = dpllm.load_recipe("recipes/smoke/clinic.yaml", {"privacy.epsilon": 3})
     print(dpllm.plan(recipe))           # the promise, without weights
@@ -72,27 +72,27 @@ _LAZY = {
     "promise": ("dpllm.run.own_loop", "promise"),
     "builtin": ("dpllm.text.builtin", None),
 }
-"""Name -> where it is found; published cards name ``builtin``."""
+"""Name -> module and attribute; published cards name ``builtin``."""
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what is heavy once it is asked for, so that ``import dpllm`` stays quick."""
+    """Imports heavy names on first use, so that ``import dpllm`` stays quick."""
     if name not in _LAZY:
         raise AttributeError(f"module 'dpllm' has no attribute {name!r}")
     module, attribute = _LAZY[name]
-    found = import_module(module)
-    return found if attribute is None else getattr(found, attribute)
+    imported = import_module(module)
+    return imported if attribute is None else getattr(imported, attribute)
 
 
 def load_recipe(recipe: Recipe, overrides: Mapping[str, Any] | None = None) -> RunConfig:
     """Reads a recipe.
 
     Args:
-        recipe: A YAML file, a dict of its sections, or a recipe that was read before.
-        overrides: Dotted key -> value, as ``{"privacy.epsilon": 3}``.
+        recipe: A YAML file, a dict of its sections, or a recipe that is already read.
+        overrides: Dotted key -> value, as in ``{"privacy.epsilon": 3}``.
 
     Raises:
-        ConfigError: A key is unknown, or a value impossible.
+        ConfigError: A key is unknown, or a value is not allowed.
     """
     from dpllm.recipe.config import RunConfig, load_config, make_config
 
@@ -109,11 +109,11 @@ def load_recipe(recipe: Recipe, overrides: Mapping[str, Any] | None = None) -> R
 
 
 def _with_rows(recipe: Recipe, folder: Path | None = None, resume: bool = False, **rows: Any) -> RunConfig:
-    """The recipe, which reads the rows that a program holds from files in ``folder``; None: beside its output_dir.
+    """The recipe after writing in-memory rows to files in ``folder``, which it reads; None: OUTPUT_DIR-rows.
 
-    With ``resume`` the files of the run that goes on are taken, if they hold these rows.
+    With ``resume``, the files of the resumed run are used if they contain these rows.
     """
-    in_memory = {name: held for name, held in rows.items() if held is not None}
+    in_memory = {name: table for name, table in rows.items() if table is not None}
     if not in_memory:
         return load_recipe(recipe)
     from dpllm.recipe.config import RunConfig
@@ -121,33 +121,33 @@ def _with_rows(recipe: Recipe, folder: Path | None = None, resume: bool = False,
 
     raw = read_recipe(Path(recipe)) if isinstance(recipe, str | os.PathLike) else recipe
     raw = raw.model_dump(mode="json") if isinstance(raw, RunConfig) else raw
-    said = raw.get("data") if isinstance(raw, Mapping) else None
+    section = raw.get("data") if isinstance(raw, Mapping) else None
     changes: dict[str, Any] = {f"data.{name}": "rows.jsonl" for name in in_memory}
-    for name in in_memory:  # that the recipe's own file is public says nothing of these rows
-        if isinstance(said, Mapping) and said.get(name) is not None:
+    for name in in_memory:  # the recipe declares its own file public, not these rows
+        if isinstance(section, Mapping) and section.get(name) is not None:
             changes["data.public" if name == "train" else "data.eval_public"] = False
     config = load_recipe(raw, changes)
     if config.privacy.dataset is None and "train" in in_memory:
         raise ConfigError(
-            "train: rows that a program holds have no name, under which the ledger could keep their budget. Set "
+            "train: rows in memory have no name under which the ledger could keep their budget. Set "
             'privacy.dataset, as in {"privacy": {"dataset": "clinic_notes", ...}}; use the same name for the same people.'
         )
     from dpllm.text.in_memory import write_rows
 
     data, root = config.data, Path(config.output_dir)
     named = {data.unit, *data.control, *filter(None, data.columns.values())}
-    place = folder or Path(f"{root}-rows")
-    began = root / "config.yaml"
-    before = load_recipe(began).data if resume and began.exists() else None
+    target = folder or Path(f"{root}-rows")
+    previous = root / "config.yaml"
+    before = load_recipe(previous).data if resume and previous.exists() else None
     paths = {}
-    for name, held in in_memory.items():
-        file = getattr(before, name, None)
-        paths[f"data.{name}"] = str(write_rows(held, named, place, name, Path(file) if isinstance(file, str) else None))
+    for name, table in in_memory.items():
+        file = Path(path) if isinstance(path := getattr(before, name, None), str) else None
+        paths[f"data.{name}"] = str(write_rows(table, named, target, name, file))
     return config.changed(paths)
 
 
 def plan(recipe: Recipe, *, train: Any = None, eval: Any = None) -> Decision:
-    """What a run of a recipe would promise, and everything that would refuse it; reads no weights and charges nothing.
+    """The guarantee that a run of a recipe would have, and all reasons to refuse it; reads no weights and charges nothing.
 
     Args:
         recipe: See ``load_recipe``.
@@ -155,12 +155,12 @@ def plan(recipe: Recipe, *, train: Any = None, eval: Any = None) -> Decision:
         eval: Rows in place of data.eval.
 
     Returns:
-        The decision: ``plan``, ``schedule``, ``ledger``, ``refusals``; printed, a few lines.
+        The decision: ``plan``, ``schedule``, ``ledger``, ``refusals``; it prints as a few lines.
     """
     from dpllm.files import scratch
     from dpllm.run.promise import Start, decide
 
-    with scratch() as folder:  # no copy of the rows stays
+    with scratch() as folder:  # removes the copy of the rows
         return decide(_with_rows(recipe, folder, train=train, eval=eval), Start())
 
 
@@ -173,18 +173,18 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
 ) -> Run:
-    """Runs a recipe from data to export/; also from a notebook.
+    """Runs a recipe from data to export/; works in a notebook too.
 
     Args:
         recipe: See ``load_recipe``.
-        train: Rows in place of data.train: a list of dicts, a pandas DataFrame or a datasets.Dataset. A file in OUTPUT_DIR-rows,
-            which only you can read, keeps them for resuming and auditing; delete it afterwards. They are private, unless a dict
-            that names no data.train of its own declares data.public.
+        train: Rows in place of data.train: a list of dicts, a pandas DataFrame or a datasets.Dataset. They are written to a file
+            in OUTPUT_DIR-rows, which only you can read, for resuming and auditing; delete it afterwards. They are private, unless
+            the recipe is a dict without data.train that declares data.public.
         eval: Rows in place of data.eval.
-        callbacks: Of transformers' Trainer. They are called when training begins and ends and after each step, see what the step
-            released, and may stop the run by ``control.should_training_stop``.
-        resume: Go on with the interrupted run in ``output_dir``.
-        overwrite: Replace a run that lies there. What it spent stays in the ledger.
+        callbacks: Callbacks of transformers' Trainer. They are called when training begins and ends and after each step, see
+            what the step released, and may stop the run by ``control.should_training_stop``.
+        resume: Continue the interrupted run in ``output_dir``.
+        overwrite: Replace the run in ``output_dir``. What it spent stays in the ledger.
 
     Returns:
         The run; look at its ``status``.
@@ -203,16 +203,16 @@ def train(
 
 
 def audit(run: Run | str | os.PathLike[str]) -> AuditRecord:
-    """Attacks a finished run by its canaries; see ``dpllm audit``.
+    """Audits a finished run by its canaries; see ``dpllm audit``.
 
     Args:
         run: A run, or its directory.
 
     Returns:
-        What audit.json holds; its ``to_json()`` is that. A falsified claim is said in ``verdict``, not raised.
+        The audit; its ``to_json()`` is the content of audit.json. A falsified claim is reported in ``verdict``, not raised.
 
     Raises:
-        ConfigError: No canaries in the recipe, or no weights.
+        ConfigError: The recipe has no canaries, or the run has no weights.
     """
     from dpllm.auditing.run import audit as attack
 
@@ -222,15 +222,15 @@ def audit(run: Run | str | os.PathLike[str]) -> AuditRecord:
 def compare(
     runs: Sequence[Run | str | os.PathLike[str]], output: str | os.PathLike[str] | None = None, *, public: bool = False
 ) -> Comparison:
-    """Runs side by side: their figures as ``values``, and a ``table()``.
+    """Compares runs: their figures as ``values``, and a ``table()``.
 
     Args:
         runs: Two or more runs, or their directories.
-        output: Where table and picture go; None: beside the first run.
-        public: Leave out what may not be published.
+        output: Directory for table and picture; None: a default, as for ``dpllm compare``.
+        public: Leave out figures that may not be published.
 
     Raises:
-        ConfigError: They cannot be compared.
+        ConfigError: The runs cannot be compared.
     """
     from dpllm.comparison.compare import compare as side_by_side
 
@@ -238,7 +238,7 @@ def compare(
 
 
 def write_card(run: Run | str | os.PathLike[str]) -> Path:
-    """Writes the model card of a run; returns the path of ``export/README.md``.
+    """Writes the model card of a run and returns the path of ``export/README.md``.
 
     Raises:
         ConfigError: The run was refused, or its files are damaged.
@@ -276,8 +276,8 @@ def generate(
 
     Args:
         run: A run, its directory or export, or what ``dpllm merge`` wrote.
-        prompts: One or several; None: texts are written from their beginning.
-        num: Texts behind each prompt.
+        prompts: One prompt or several; None: texts are written from their beginning.
+        num: Texts for each prompt.
         settings: ``max_new_tokens``, ``temperature``, ``top_p``, ``seed``.
 
     Raises:
@@ -297,23 +297,23 @@ def synthesize(
     quality: bool = True,
     **settings: Any,
 ) -> Path:
-    """Writes a data set: with a tuned model, which costs no privacy, or by private inference, which does. Returns its folder.
+    """Writes a data set and returns its folder: with a tuned model, at no privacy cost, or by private inference, at a cost.
 
     Args:
-        source: A run with its card, or its directory; by inference a recipe, see ``load_recipe``, data as they stand in one, or
-            rows as ``train`` takes them, which are private, and which a file in OUTPUT-private keeps for resuming.
-        rows: How many; by inference at most.
+        source: A run with its card, or its directory; by inference a recipe (see ``load_recipe``), the value of data.train, or
+            rows as ``train`` takes them, which are private and are written to a file in OUTPUT-private for resuming.
+        rows: Number of rows; by inference the maximum.
         output: A new folder; None: ``synthetic`` in the run directory, or by inference in the working directory.
         by: ``training`` or ``inference``.
-        quality: Whether to measure the rows: what may be published stands on their card, the rest in the run's private/, or in
-            OUTPUT-private. Warns of what cannot be measured.
+        quality: Whether to measure the rows: figures that may be published are on their card, the others in the run's private/,
+            or in OUTPUT-private. Warns about figures that cannot be measured.
         settings: Further options of the command with _ for -, as ``max_new_tokens``: fields of ``SynthesisRequest``, or by
             inference of ``InferenceRequest``, ``model``, ``unit`` and keys of a recipe, as ``**{"data.control": [...]}``.
 
     Raises:
-        ConfigError: No card, settings that allow no text, a folder that holds something, or too few texts that passed.
-        BudgetExceeded: The ledger has no room for rows by inference; nothing is spent.
-        Refused: A run without guarantee on data that are not public; or a model that cannot be read in batches.
+        ConfigError: There is no card, the settings allow no text, the folder is not empty, or too few texts passed the filters.
+        BudgetExceeded: The budget does not allow rows by inference; nothing is spent.
+        Refused: The run has no guarantee and its data are not public; or the model is not batch-invariant.
     """
     if by not in ("training", "inference"):
         raise ConfigError(f"by: is {by!r}. Type training or inference.")
@@ -322,15 +322,15 @@ def synthesize(
         warnings.warn(f"not measured: {line}", stacklevel=5)
 
     tell = not_measured if quality else None
-    place = Path(output) if output else None
+    folder = Path(output) if output else None
     if by == "inference":
-        return _infer(source, place or Path("synthetic"), tell, {"rows": rows, **settings})
+        return _infer(source, folder or Path("synthetic"), tell, {"rows": rows, **settings})
     from dpllm.publish.synthesize import SynthesisRequest
     from dpllm.publish.synthesize import synthesize as write
     from dpllm.releases.draft import request_of
 
     request = request_of(SynthesisRequest, "training", {"rows": rows, **settings})
-    return write(_directory(source), request, place, not_measured=tell)
+    return write(_directory(source), request, folder, not_measured=tell)
 
 
 def _infer(source: Any, output: Path, tell: Tell | None, settings: dict[str, Any]) -> Path:

@@ -1,6 +1,6 @@
-"""The refusals of dpllm: every one says what, why it matters, and what to type instead.
+"""The errors of dpllm: each says what is wrong, why it matters, and what to type instead.
 
-Comes in: nothing. Goes out: exceptions with the exit code that the command line returns for them.
+Comes in: nothing. Goes out: exceptions, each with the exit code of the command line.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ class Refused(DpllmError):
     exit_code = 3
 
     def __init__(self, message: str, *, dataset: str = "", reason: str = "") -> None:
-        """``dataset``: the account that it is about; ``reason``: the word under which the ledger counts refusals."""
+        """``dataset``: the account concerned; ``reason``: the code under which the ledger counts refusals."""
         super().__init__(message)
         self.dataset, self.reason = dataset, reason
 
@@ -44,10 +44,10 @@ class BudgetExceeded(Refused):
 
 
 class EndedElsewhere(DpllmError):
-    """Another process of the run failed, and rank 0 has said why; this one ends with the same exit code, silently."""
+    """Another process of the run failed, and rank 0 has reported it; this one ends silently with the same exit code."""
 
     def __init__(self, exit_code: int) -> None:
-        """``exit_code`` is that of the process that failed."""
+        """``exit_code``: that of the process that failed."""
         super().__init__("another process of the run failed; rank 0 says why")
         self.exit_code = exit_code
 
@@ -65,6 +65,6 @@ class LedgerContradiction(DpllmError):
 
 
 def need(package: str, key: str) -> None:
-    """Raises a ConfigError if the package that a key of the recipe needs is not installed; imports nothing."""
+    """Raises a ConfigError if a key of the recipe needs a package that is not installed; imports nothing."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{key} needs {package}, which is not installed. Type: pip install {package}")

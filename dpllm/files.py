@@ -1,6 +1,6 @@
-"""Files of a run: where each lies, JSON that is written whole or not at all, what may lie in export/, and its hashes.
+"""Files of a run: their paths, atomically written JSON, the names allowed in export/, and hashes.
 
-Comes in: a directory, names, values. Goes out: paths, JSON values, path -> SHA-256; what is not known.
+Comes in: a directory, names, values. Goes out: paths, JSON values, path -> SHA-256; unknown names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dpllm.errors import ConfigError
 CARD, BLOCK, SIGNATURE = "README.md", "privacy.json", "model.sig"
 SETTINGS = ("adapter_config.json", "config.json")
 UNHASHED = frozenset({CARD, BLOCK, SIGNATURE})
-"""Files of export/ whose hashes the block cannot hold: the card, the block itself and the signature of all."""
+"""Files of export/ whose hashes privacy.json cannot hold: the card, privacy.json itself and the signature over all files."""
 
 _KNOWN = re.compile(
     r"README\.md|model\.sig|privacy\.(json|svg)|"
@@ -45,14 +45,14 @@ _WORDS = {
         r"(padding|truncation)_side|truncation_strategy|transformers_version"
     ),
 }
-"""Keys of these files that may hold words. Any other may be there, since versions add some, with a number, a flag or nothing,
-none of which can name code."""
+"""Keys of these files that may hold text. Other keys, which new versions may add, may hold a number, a flag or nothing, since
+none of these can name code."""
 _NAMES_CODE = frozenset({"auto_map", "custom_pipelines"})
 _ELSEWHERE = re.compile(r"[/\\]|--.*\.")
 
 
 def of_model(names: Iterable[str]) -> list[str]:
-    """The files in export/ that decide what the model computes: its weights, and the settings that apply them."""
+    """The files in export/ that determine what the model computes: its weights, and the settings that apply them."""
     return sorted(name for name in names if name.endswith(".safetensors") or name in SETTINGS)
 
 
@@ -62,10 +62,10 @@ def unknown(names: Iterable[str]) -> list[str]:
 
 
 def publishable(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a file of that name, without those that could make a library load code or files from elsewhere.
+    """The settings of the file ``name`` without those that could make a library load code or files from elsewhere.
 
-    config.json and generation_config.json have other keys for each architecture, so that no list of them is complete: there it
-    is the values that tell. Code and kernels are named as "repository--module.Class", "owner/repository" or by a path.
+    The keys of config.json and generation_config.json depend on the architecture, so no list of them is complete: their values
+    are checked instead. Code and kernels are named as "repository--module.Class", "owner/repository" or by a path.
     """
     if name in ("config.json", "generation_config.json"):
         return dict(_without_code(settings))
@@ -74,7 +74,7 @@ def publishable(name: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_publishable(directory: Path) -> None:
-    """Removes from the settings in export/ what ``publishable`` leaves out, which a base model may have brought along."""
+    """Removes from the settings in export/ what ``publishable`` omits; it may come from the base model."""
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         path = directory / name
         settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -105,9 +105,9 @@ def _plain(value: Any) -> bool:
 
 
 def hashes(directory: Path, without: Collection[str] = ()) -> dict[str, str]:
-    """SHA-256 of every file below a directory, to any depth, but for the paths in ``without``.
+    """SHA-256 of every file below a directory, at any depth, except the paths in ``without``.
 
-    Symbolic links to files are read, those to directories are not followed.
+    Symbolic links to files are read; links to directories are not followed.
 
     Returns:
         Path below the directory, with forward slashes -> SHA-256 in hexadecimal; sorted by path.
@@ -125,16 +125,16 @@ def sha256(path: Path, *, follow: bool = True) -> str:
 
 SCHEMA_VERSION = 1
 MOST_LEVELS = 60
-"""Of objects and lists in one another, in any JSON that dpllm reads from others."""
+"""Maximum nesting of objects and lists in JSON that dpllm reads from others."""
 _PIECE = 2**20
 _OF_JSON = b"[]{},:+-.0123456789eEtrufalsn \t\r\n"  # outside quotes
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
-    """Writes a file whole or not at all: to the disk, under another name, and then renamed. Its directory is made.
+    """Writes a file atomically: to the disk under a temporary name, then renamed. Creates its directory.
 
-    ``mode``, off which the process's mask is taken, holds from the first byte on; text becomes UTF-8.
+    ``mode``, less the umask, applies from the first byte; text is encoded as UTF-8.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -150,7 +150,7 @@ def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
 
 @contextlib.contextmanager
 def whole_directory(path: Path, *, mode: int = 0o777) -> Iterator[Path]:
-    """A new directory beside ``path``, which replaces it when all is written, and is removed after an error."""
+    """Yields a new directory next to ``path``, which replaces ``path`` on success and is removed after an error."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     part.mkdir(mode, parents=True)
     try:
@@ -162,18 +162,18 @@ def whole_directory(path: Path, *, mode: int = 0o777) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: dict[str, Any], *, mode: int = 0o666) -> None:
-    """Writes JSON as ``write_whole`` does, keys sorted, with a schema version."""
+    """Writes JSON atomically, with sorted keys and a schema version."""
     text = json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=2, sort_keys=True, allow_nan=False)
     write_whole(path, text + "\n", mode=mode)
 
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """One process at a time; ``path`` exists as long as one is inside.
+    """Holds a lock that one process can hold at a time; ``path`` exists as long as it is held.
 
     Raises:
-        BlockingIOError: Another process is inside, and this one does not ``wait``.
-        ConfigError: The file system has no locks.
+        BlockingIOError: Another process holds the lock, and ``wait`` is false.
+        ConfigError: The file system does not support locks.
     """
     while True:
         with open(path, "w") as file:
@@ -183,14 +183,14 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
                 raise
             except OSError as error:
                 raise ConfigError(
-                    f"{path.parent}: its file system keeps no locks ({error.strerror}), so two commands could write there at "
+                    f"{path.parent}: its file system has no locks ({error.strerror}), so two commands could write there at "
                     "once. Name a directory on a local disk."
                 ) from None
             try:
                 still_there = path.stat().st_ino == os.fstat(file.fileno()).st_ino
             except FileNotFoundError:
                 still_there = False
-            if not still_there:  # its holder removed it meanwhile
+            if not still_there:  # the previous holder removed it
                 continue
             try:
                 yield
@@ -201,10 +201,10 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(place: Path, lock: Path, option: str = "--output") -> Iterator[None]:
-    """One process at a time writes to ``place``, which the user named by ``option``; the directory of ``lock`` is made.
+    """Lets one process at a time write to ``place``, which the user set by ``option``; creates the directory of ``lock``.
 
     Raises:
-        ConfigError: Another process does, or the place cannot be written to.
+        ConfigError: Another process is writing there, or ``place`` is not writable.
     """
     with contextlib.ExitStack() as locks:
         try:
@@ -221,12 +221,12 @@ def alone(place: Path, lock: Path, option: str = "--output") -> Iterator[None]:
 
 
 def make_lockable(path: Path) -> None:
-    """Makes an empty file, for its owner alone, unless there is one.
+    """Creates an empty file that only its owner can read, unless the file exists.
 
     Raises:
-        OSError: It cannot be made, or the file system has no locks; then none is left behind.
+        OSError: It cannot be created, or the file system has no locks; then no file remains.
     """
-    # One that is there stays shut: closing it would end the locks that SQLite holds for another connection of this process.
+    # An existing file is not opened: closing it would release the locks that SQLite holds for other connections of this process.
     new = os.O_RDWR | os.O_CREAT | os.O_EXCL
     with contextlib.suppress(FileExistsError, BlockingIOError), open(os.open(path, new, 0o600), "rb+") as file:
         try:
@@ -239,20 +239,20 @@ def make_lockable(path: Path) -> None:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A new directory for copies of private rows, which the user alone can read, and which goes at the end.
+    """Yields a new directory for copies of private rows, which only the user can read; it is removed at the end.
 
-    Where a process was killed, the next one that comes here removes what it left.
+    If a process was killed, the next call removes the directory that it left.
 
     Raises:
-        ConfigError: The place for such directories belongs to somebody else.
+        ConfigError: Other users own or can read the parent directory.
     """
     parent = Path(tempfile.gettempdir()) / f"dpllm-{os.getuid()}"
     parent.mkdir(mode=0o700, exist_ok=True)
     owner = parent.lstat()
     if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode) or owner.st_mode & 0o077:
         raise ConfigError(
-            f"{parent}: others may read it, and copies of private rows would lie there. Remove it, or set TMPDIR to a directory "
-            "of your own."
+            f"{parent}: other users may read it, and it would hold copies of private rows. Remove it, or set TMPDIR to a "
+            "directory of your own."
         )
     for lock in parent.glob("*.lock"):
         with contextlib.suppress(BlockingIOError), locked(lock, wait=False):
@@ -267,29 +267,29 @@ def scratch() -> Iterator[Path]:
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
-    """The target of a path; a link to itself stays as it is, on which ``Path.resolve`` raises before Python 3.13."""
+    """The target of a path; a link to itself is returned unchanged (``Path.resolve`` raises before Python 3.13)."""
     return Path(os.path.realpath(path))
 
 
 def as_json(value: Any) -> Any:
-    """The value as JSON holds it, without tuples and infinity: numbers that are not finite become None."""
+    """The value after a round trip through JSON: tuples become lists, and numbers that are not finite become None."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def digest(value: dict[str, Any]) -> str:
-    """SHA-256 of a JSON object, the same however it is laid out."""
+    """SHA-256 of a JSON object, independent of its layout."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def check_shape(content: bytes, max_values: int) -> None:
-    """Refuses, before it is parsed, what is no JSON object of at most ``most`` values, or is nested deeper than ``MOST_LEVELS``.
+    """Checks, before parsing, that text is a JSON object of at most ``max_values`` values and ``MOST_LEVELS`` levels.
 
-    A byte of JSON may take a hundred bytes of memory, and a library in Rust that runs out of memory ends the process.
+    A byte of JSON may take a hundred bytes of memory, and a Rust library that runs out of memory aborts the process.
 
     Raises:
-        ValueError: It is such a text.
+        ValueError: The text is not such an object.
     """
-    text = content.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that every quote begins or ends a text
+    text = content.replace(b"\\\\", b"").replace(b'\\"', b"")  # so every quote begins or ends a string
     brackets, values, in_quotes = b"", 0, 0
     for start in range(0, len(text), _PIECE):
         parts = text[start : start + _PIECE].split(b'"')
@@ -314,7 +314,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object.
 
     Raises:
-        ConfigError: Missing or damaged file.
+        ConfigError: The file is missing or damaged.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -323,7 +323,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         raise ConfigError(f"{path}: is not readable as JSON; the file is damaged.") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: holds no JSON object; the file is damaged.")
+        raise ConfigError(f"{path}: is not a JSON object; the file is damaged.")
     return value
 
 
@@ -344,32 +344,32 @@ class RunPaths:
     config = _Below("config.yaml")  # the resolved recipe
     plan = _Below("plan.json")  # the promise
     run = _Below("run.json")  # what happened
-    describe = _Below("describe.json")  # statistics of the data that were released, where the card shows some
-    registry = _Below("registry.yaml")  # an entry of the DP Deployments Registry, where one was written
+    describe = _Below("describe.json")  # released statistics of the data, if the card shows any
+    registry = _Below("registry.yaml")  # an entry for the DP Deployments Registry, if one was written
     export = _Below("export")  # the only directory that is ever uploaded
     private = _Below("private")  # mode 0700; never leaves
     canaries = _Below("private/canaries.json")  # canary texts, coins and references: secret
-    rows = _Below("private/rows.json")  # where the data lay, and digests of all rows that are not declared public
-    groups = _Below("private/groups.json")  # of banded noise: their key, and the steps with which attempts began
-    projections = _Below("private/gradient_canaries.npy")  # what each step released along each gradient canary
-    along = _Below("private/weights_along_canaries.npy")  # where along them the weights began, and where they ended
-    resume = _Below("private/resume")  # the checkpoints that a resumed run starts from: secret
-    audits = _Below("private/audits.jsonl")  # one line for each audit that was made: private
+    rows = _Below("private/rows.json")  # paths of the data, and digests of all rows that are not declared public
+    groups = _Below("private/groups.json")  # for banded noise: their key, and the first step of each attempt
+    projections = _Below("private/gradient_canaries.npy")  # projection of each step's release on each gradient canary
+    along = _Below("private/weights_along_canaries.npy")  # projections of the initial and the final weights on them
+    resume = _Below("private/resume")  # the checkpoints from which a resumed run starts: secret
+    audits = _Below("private/audits.jsonl")  # one line for each audit: private
     metrics = _Below("private/metrics.jsonl")  # un-noised diagnostics, one JSON value a line: private
-    references = _Below("private/references.npz")  # what the reference says of each answer of a preference pair
+    references = _Below("private/references.npz")  # the reference's log-probability of each answer of a preference pair
     layers = _Below("private/layers.json")  # names of the layers that clipped_by_layer of metrics.jsonl counts
     summary = _Below("private/summary.json")  # held-out figures and cost: private
     key = _Below("private/manifest.key")  # of the digests in run.json of files in private/: secret
 
     def checkpoints(self) -> list[Path]:
-        """Their directories, such as step-00000040, of the highest step first; none that is still being written."""
+        """Directories of complete checkpoints, such as step-00000040, latest first."""
         places = (path for path in self.resume.glob("step-*") if path.name[5:].isdecimal() and path.is_dir())
         return sorted(places, key=lambda path: int(path.name[5:]), reverse=True)
 
     def replaces(self, path: str | Path) -> bool:
-        """Whether a path lies in export/ or private/, which a new run in this place replaces."""
+        """Whether a path is in export/ or private/, which a new run in this directory replaces."""
         return any(resolved(path).is_relative_to(resolved(part)) for part in (self.export, self.private))
 
     def audit_dir(self, private_enabled: bool) -> Path:
-        """Where an audit is written: export/audit for a DP run, private/audit for a run without DP."""
+        """The directory of an audit: export/audit for a DP run, private/audit for a run without DP."""
         return self.export / "audit" if private_enabled else self.private / "audit"

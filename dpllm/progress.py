@@ -1,6 +1,6 @@
-"""How far something is that takes long.
+"""Progress of long tasks.
 
-Comes in: from wherever work is done, what is being done and how much of it is. Goes out: the same, to whoever listens.
+Comes in: a task's name, parts done and total. Goes out: the same, to the current listener.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 Listener = Callable[[str, int, int, str, bool], None]
-"""Shows it: what, done, total, note, public of ``tell``."""
+"""Shows progress; its arguments are what, done, total, note and public of ``tell``."""
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 def tell(what: str, done: int = 0, total: int = 0, *, note: str = "", public: bool = False) -> None:
-    """Says that ``done`` of ``total`` parts of something are done.
+    """Reports that ``done`` of ``total`` parts of a task are done.
 
     Args:
-        what: What is being done; the same words at each call.
-        done: Parts.
-        total: Of them; 0 where that is not known.
-        note: What changes meanwhile.
-        public: How long it takes follows from public values alone, so that a log may tell; else only a terminal does.
+        what: The task; the same text at each call.
+        done: Number of finished parts.
+        total: Number of parts; 0 if unknown.
+        note: Text that changes from call to call.
+        public: Whether the duration depends on public values alone, so a log may show it; otherwise only a terminal does.
     """
     if (listener := _listener.get()) is not None:
         listener(what, done, total, note, public)
@@ -30,7 +30,7 @@ def tell(what: str, done: int = 0, total: int = 0, *, note: str = "", public: bo
 
 @contextlib.contextmanager
 def heard_by(listener: Listener | None) -> Iterator[None]:
-    """Whatever is told inside, in this thread, goes to ``listener``; to nobody, for None."""
+    """Sends progress reported inside the block, in this thread, to ``listener``; None discards it."""
     token = _listener.set(listener)
     try:
         yield

@@ -1,6 +1,6 @@
-"""Records: frozen values that stand in files as JSON, closed to fields that nobody reads.
+"""Records: frozen values that are stored as JSON and accept no unknown fields.
 
-Comes in: JSON. Goes out: typed values, or what in it is wrong. Must not know what any of them means.
+Comes in: JSON. Goes out: typed values, or a list of problems. Must not know what any of them means.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_PROBLEMS, _LONGEST = 20, 100
 
 
 def _as_given(value: Any, check: Any) -> Any:
-    """A number as it stands in the file: 1 is not written back as 1.0."""
+    """A number as in the file: 1 is not written back as 1.0."""
     check(value)
     return value
 
@@ -35,14 +35,14 @@ Text = Annotated[str, Field(min_length=1)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Value = TypeVar("_Value")
 ByCopies = dict[Annotated[str, Field(pattern=r"^[0-9]+$")], _Value]
-"""By how often each canary was planted."""
+"""Number of times each canary was planted -> value."""
 
 
 class NotAStatement(ConfigError):
-    """A value that is no privacy statement, or no part of one.
+    """A value is not a privacy statement or a part of one.
 
     Attributes:
-        problems: What in it the schema does not allow, one line each.
+        problems: Violations of the schema, one line each.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -55,11 +55,11 @@ class NotAStatement(ConfigError):
 
     @classmethod
     def of(cls, error: ValidationError, *, tag: bool = False) -> Self:
-        """Where values are wrong, and why; none is quoted.
+        """Says where values are wrong, and why, without quoting any.
 
         Args:
-            error: What pydantic says.
-            tag: Whether its places begin with the kind of statement.
+            error: The error of pydantic.
+            tag: Whether its locations begin with the kind of statement.
         """
         lines = []
         for problem in error.errors(include_url=False)[:_MOST_PROBLEMS]:
@@ -70,7 +70,7 @@ class NotAStatement(ConfigError):
 
 
 class Record(BaseModel):
-    """A part of the statement: immutable, closed to other fields, and no value of another type is taken for one."""
+    """A part of the statement: immutable, without unknown fields, and without conversion between types."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True, defer_build=True
@@ -78,19 +78,19 @@ class Record(BaseModel):
 
     @classmethod
     def pick(cls, source: Json, **others: Any) -> Self:
-        """The fields of this part out of a larger JSON object.
+        """Takes the fields of this part from a larger JSON object.
 
         Args:
-            source: Holds them, and others that are left out.
-            others: Fields that stand elsewhere or are worded otherwise: JSON values, or parts.
+            source: Contains these fields; its other fields are ignored.
+            others: Fields that are missing in ``source`` or differ from it: JSON values, or parts.
 
         Raises:
-            NotAStatement: One of them is missing, or holds what no statement may say.
+            NotAStatement: A field is missing or has a value that the schema does not allow.
         """
         names = {field.alias or name for name, field in cls.model_fields.items()}
         part = {name: value for name, value in {**source, **others}.items() if name in names}
         try:
-            # Half a character, of a name that is no UTF-8, is written as a question mark.
+            # A lone surrogate, from a name that is not UTF-8, is written as a question mark.
             return cls.model_validate_json(
                 json.dumps(part, default=lambda inner: inner.to_json(), ensure_ascii=False).encode(errors="replace")
             )
@@ -99,13 +99,13 @@ class Record(BaseModel):
 
     @classmethod
     def checked(cls, value: object) -> Self:
-        """All of a JSON value as this part, or NotAStatement."""
+        """The complete JSON value as this part; raises NotAStatement."""
         try:
             return cls.model_validate_json(json.dumps(value, allow_nan=False))
         except ValidationError as error:
             raise NotAStatement.of(error) from None
 
     def to_json(self) -> Json:
-        """What was given, in the order of the fields; what was left out stays out."""
+        """The fields that were set, in the order of the class."""
         copy: Json = json.loads(json.dumps(self.model_dump(exclude_unset=True, by_alias=True, warnings=False)))
         return copy

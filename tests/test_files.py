@@ -85,7 +85,7 @@ def test_a_file_system_without_locks_is_one_message(tmp_path: Path, monkeypatch:
     for function in ("flock", "lockf"):
         monkeypatch.setattr(f"fcntl.{function}", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     for lock in (files.locked(tmp_path / "x"), RunDir(tmp_path).locked()):
-        with pytest.raises(ConfigError, match="keeps no locks"), lock:
+        with pytest.raises(ConfigError, match="has no locks"), lock:
             pass
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"No locks available.*local disk"):  # and not after a minute of waiting
@@ -109,5 +109,5 @@ def test_copies_of_rows_go_with_the_next_command_after_a_kill(tmp_path: Path, mo
         assert folder.stat().st_mode & 0o077 == folder.parent.stat().st_mode & 0o077 == 0
     assert list(folder.parent.iterdir()) == []
     folder.parent.chmod(0o755)
-    with pytest.raises(ConfigError, match="others may read it"), files.scratch():
+    with pytest.raises(ConfigError, match="other users may read it"), files.scratch():
         pass

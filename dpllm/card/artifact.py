@@ -1,7 +1,7 @@
-"""A kind of release as one value: its record, what follows from that, and what nobody can compute; a model, clusters, labels.
+"""Kinds of release, each as one value: its record, what follows from it, and what nobody can compute; models, clusters, labels.
 
-Comes in: nothing. Goes out: ``Artifact`` values, over which ``dpllm verify`` is one function; rows that a model wrote have theirs
-in ``synthetic`` and ``inference``. Must not know how anything is checked.
+Comes in: nothing. Goes out: ``Artifact`` values, all of which ``dpllm verify`` checks with one function; those of rows that a
+model wrote are in ``synthetic`` and ``inference``. Must not know how anything is checked.
 """
 
 from __future__ import annotations
@@ -26,85 +26,85 @@ Stated = TypeVar("Stated")
 
 @dataclass(frozen=True)
 class Front:
-    """The front matter of a README.md, as far as it follows from the record."""
+    """The part of a README.md's front matter that follows from the record."""
 
-    due: Json  # has to be there; privacy.sha256 is of the record's file
-    free: frozenset[str]  # keys that the author writes; no other may be there
-    perhaps: Json = field(default_factory=dict)  # may be left out
-    never: frozenset[str] = frozenset()  # tags that would claim what is not promised
+    due: Json  # required; privacy.sha256 is of the record's file
+    free: frozenset[str]  # keys that the author sets; other keys are refused
+    perhaps: Json = field(default_factory=dict)  # optional
+    never: frozenset[str] = frozenset()  # tags that would claim a guarantee that is not given
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What a release promises, and what it is charged with and added to."""
+    """What a release promises, and the ledger entry and totals that belong to it."""
 
     terms: PromisedEvent | None = None
-    """Event, delta and all figures that follow from them, by their fields; None: nothing is promised or was attempted."""
+    """Event, delta and all fields that follow from them; None: nothing is promised or was attempted."""
     words: str = "what it says goes together"
     whole: Event | None = None
-    """What ``limits`` of attackers are of; None: the event of the terms."""
+    """Event for the ``limits`` of attackers; None: the event of the terms."""
     most: float = math.inf
-    """Epsilon by RDP above which nothing is promised, and the accountant would take minutes."""
+    """Largest epsilon by RDP; a larger one protects nobody, and the accountant would take minutes."""
     reason: str | None = None
     """Why there is no guarantee; None: there is one."""
     units: int = 1
     """Public number of units, without canaries."""
     lattice: Lattice | None = None
-    """To which noise was rounded."""
+    """Lattice to which noise was rounded."""
     steps: int = 0
-    """Taken, which its entry has to be charged for."""
+    """Steps taken, for which its ledger entry must have been charged."""
     composed: Composed | None = None
-    """What the ledger said of it."""
+    """What the ledger stated about it."""
     lineage: Lineage | None = None
     statistics: Statistics | None = None
-    """Released beside it, or alone."""
+    """Statistics that were released with it, or alone."""
 
 
 @dataclass(frozen=True)
 class Artifact(Generic[Stated]):
-    """One kind of release, of which the typed facts are ``Stated``."""
+    """One kind of release; ``Stated`` is the type of its facts."""
 
     kind: str
     sources: tuple[str, ...]
-    """Files of JSON that hold the facts, the record first; all else follows from them, or is only said."""
+    """JSON files that contain the facts, the record first; everything else follows from them, or is only asserted."""
     version: int
-    """Of the record's schema."""
+    """Version of the record's schema."""
     read: Callable[..., Stated]
-    """JSON of the sources -> facts; ``NotAStatement`` where they do not keep to the schema."""
+    """JSON of the sources -> facts; raises ``NotAStatement`` if they do not follow the schema."""
     again: str
-    """What to do about files that are wrong."""
+    """What to do if files are wrong."""
     promise: Callable[[Stated], Promise] = lambda _: Promise()
     rules: Callable[[Stated], Mapping[str, bool]] = lambda _: {}
-    """What has to hold of the facts, by what is wrong where it does not."""
+    """Rules of the facts: problem -> whether the rule holds."""
     files: Callable[[Stated], Mapping[str, str | None]] | None = None
-    """SHA-256 of what lies beside README.md and the record; None of what has no folder of its own."""
+    """SHA-256 of all files except README.md and the record; None for a kind without its own folder."""
     due: Callable[[Stated], Collection[str]] | None = None
-    """Names that ``files`` has to have; None: any that ``dpllm.files.unknown`` knows."""
+    """Names that ``files`` must have; None: any that ``dpllm.files.unknown`` accepts."""
     front: Callable[[Stated], Front] | None = None
     parts: Callable[[Stated], Mapping[str, str]] | None = None
     """Marked parts of README.md."""
     whole: Callable[[Stated], Mapping[str, str]] = lambda _: {}
-    """Text of other files that follow, by name."""
+    """Texts of other files that are rendered from the facts, by name."""
     asserted: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Name of a line -> fields that nobody can compute from what is published, and why."""
+    """Name of a line -> fields that cannot be computed from the published files, and why."""
 
 
 SAID = ("dataset", "date", "delta", "software", *(f"releases.*.{name}" for name in ("statistic", "value", "entry")))
 """Fields of statistics that nobody can compute."""
 DRAWN = "the author's word that they were drawn from these data, by a mechanism that knew no other noise"
 OF_LABELS = ("dataset", "date", "entry", "unit", "account_epsilon")
-"""The same of a draw of labels."""
+"""Such fields of a draw of labels."""
 FLIPPED = "the author's word on whose labels these are, and that each was flipped once, by a coin that nobody knows"
 
 
 _OF_AUTHOR = {"library_name", "pipeline_tag", "tags", "license", "license_name", "license_link", "language", "datasets"}
-"""Keys of the front matter that dpllm writes and nobody compares; and two that the Hub asks for beside a licence of one's own."""
+"""Keys of the front matter that dpllm writes without comparing them; and two that the Hub requires for a custom licence."""
 
 
 def model_rules(statement: PrivacyRecord) -> dict[str, bool]:
-    """What has to hold of a statement, by what is wrong where it does not; what follows from the event is computed elsewhere.
+    """Rules of a statement: problem -> whether the rule holds; figures that follow from the event are checked elsewhere.
 
-    That the event follows from N, batch, steps, noise and unit is a rule of every Plan.
+    Every Plan checks itself that its event follows from N, batch, steps, noise and unit.
     """
     plan, steps, files = statement.plan, statement.steps, statement.files
     released = "adapter weights" if "adapter_model.safetensors" in files else "model weights"
@@ -144,7 +144,7 @@ def _promise(statement: PrivacyRecord) -> Promise:
         reason=None if statement.guarantee else statement.reason,
         units=plan.dataset_size - plan.canary_slots if plan else 1,
         lattice=statement.randomness.lattice if statement.randomness else None,
-        # The best of several runs is charged as one release: how many steps there were would say how many runs.
+        # The best of several runs is charged as one release: the number of steps would reveal the number of runs.
         steps=1 if plan and plan.best_of else statement.steps.taken,
         composed=statement.composed,
         lineage=statement.lineage,
@@ -228,4 +228,4 @@ LABELS = Artifact(
     rules=lambda shown: {"account_epsilon is not stated": shown.account_epsilon is not None},
     asserted={"labels: coins": (" ".join(OF_LABELS), FLIPPED)},
 )
-"""The record beside a file of flipped labels."""
+"""The record of a file of flipped labels."""

@@ -1,9 +1,9 @@
-"""The model card: Hugging Face front matter with the main fields of the privacy statement, and all of it in words.
+"""The model card: Hugging Face front matter with the main fields of the privacy statement, and the whole statement in words.
 
 Comes in: a privacy statement; or ``config.yaml``, ``plan.json``, ``run.json``, the audits under ``export/audit`` of a run, and
-hashes of what else lies in ``export/``. Goes out: ``export/README.md``, ``export/privacy.json`` and, with a guarantee,
-``export/privacy.svg``. Its marked parts are a function of the statement: whoever has ``privacy.json`` renders the same text. Must
-not read ``private/``: what is written here is published.
+hashes of the other files in ``export/``. Goes out: ``export/README.md``, ``export/privacy.json`` and, with a guarantee,
+``export/privacy.svg``. The marked parts are a function of the statement: anyone with ``privacy.json`` can render the same text.
+Must not read ``private/``, since all output is published.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from dpllm.statement.run_files import RunRecord
 from dpllm.statement.state import statement_of
 
 if TYPE_CHECKING:
-    from huggingface_hub import CardData, ModelCardData  # which whoever verifies a card need not have
+    from huggingface_hub import CardData, ModelCardData  # not needed to verify a card
 
 DP_TAGS = ("differential-privacy", "dp-sgd")
 _MAIN = ("guarantee", "reason", "epsilon", "delta", "unit", "neighbouring_relation", "released", "dataset")
-"""Fields of a statement that the front matter repeats."""
+"""Fields of a statement that the front matter contains."""
 _WHOLE = ", over all trained parameters together"
 CLIPPING_WORDS = {
     "flat": f"{_WHOLE} (flat clipping), was scaled down to an L2 norm of at most C",
     "automatic": f"{_WHOLE}, was multiplied by C / (its L2 norm + 0.01) (automatic clipping), so that its norm was below C",
 }
-"""What each clipping function does to a gradient, behind "The gradient of each row"."""
+"""What each clipping function does to a gradient, as a continuation of "The gradient of each row"."""
 
 
 def write_card(run: RunDir, describe: Path | None = None) -> Path:
@@ -52,16 +52,16 @@ def write_card(run: RunDir, describe: Path | None = None) -> Path:
     A signature of other files is removed.
 
     Args:
-        run: A finished or interrupted run. Of a run without differential privacy the audit is not read: it lies in
-            ``private/``.
-        describe: What ``dpllm describe`` wrote about the training data; it is shown from now on.
+        run: A finished or interrupted run. The audit of a run without differential privacy is in ``private/``, so it is not
+            read.
+        describe: Output of ``dpllm describe`` for the training data; later cards show it too.
 
     Returns:
         The path of ``export/README.md``.
 
     Raises:
-        ConfigError: A file is missing or not what the run wrote, the run was refused, a private file lies in export/audit, or the
-            audit belongs to other weights.
+        ConfigError: A file is missing or not what the run wrote, the run was refused, export/audit contains a private file, or
+            the audit belongs to other weights.
     """
     texts = rendered(run, describe)
     if describe is not None:
@@ -77,14 +77,13 @@ def write_card(run: RunDir, describe: Path | None = None) -> Path:
 
 
 def rendered(run: RunDir, describe: Path | None = None) -> dict[str, str]:
-    """The files that ``write_card`` writes, also made again without the weights; byte for byte the same.
+    """The files that ``write_card`` writes, byte for byte, also without the weights.
 
     Args:
-        run: Has config.yaml, run.json, plan.json (with differential privacy), describe.json where statistics are shown and, in
-            export/, the folder audit/ of the run as it was published. For the other files of export/ the hashes of run.json are
-            taken, so that no file which the run did not write verifies. ``names.publishable`` makes a config.yaml that may be
-            published.
-        describe: As for ``write_card``; None: describe.json of the run, if there is one.
+        run: Contains config.yaml, run.json, plan.json (with differential privacy), describe.json if statistics are shown and, in
+            export/, the published folder audit/. Hashes of the other files of export/ come from run.json, so that a file that
+            the run did not write cannot verify. ``names.publishable`` makes a config.yaml that may be published.
+        describe: See ``write_card``; None: describe.json of the run, if it exists.
 
     Returns:
         File name -> text of README.md, privacy.json and, with a guarantee, privacy.svg.
@@ -103,8 +102,8 @@ def rendered(run: RunDir, describe: Path | None = None) -> dict[str, str]:
     audits = {f"audit/{name}": digest for name, digest in hashes(run.export / "audit").items()}
     if copied := [name for name in audits if _is_copy_of_private(run, run.export / name)]:
         raise ConfigError(
-            f"{run.export}: {copied[0]} holds what a file in private/ holds, and would be published with the card. Remove it, "
-            "and type the command again."
+            f"{run.export}: {copied[0]} is a copy of a file in private/, and would be published with the card. Remove it, and "
+            "type the command again."
         )
     audit = opened.audit if config.privacy.enabled else None
     statement = statement_of(config, opened.plan, record, audit, {}, statistics)
@@ -123,11 +122,11 @@ def pages(config: RunConfig, record: RunRecord, statement: PrivacyRecord, others
     Args:
         config: The resolved recipe.
         record: ``run.json``.
-        statement: With ``merged_from`` the card is that of a whole model.
-        others: SHA-256 of the other files, by path; the statement is made to name them and the figure.
+        statement: With ``merged_from`` the card is that of a merged model.
+        others: SHA-256 of the other files, by path; they and the figure become ``files`` of the statement.
 
     Raises:
-        ConfigError: A text of the recipe holds one of the card's markers.
+        ConfigError: A text of the recipe contains one of the card's markers.
     """
     texts, listed = {}, dict(others)
     if statement.guarantee:
@@ -159,14 +158,14 @@ def render(record: PrivacyRecord) -> dict[str, str]:
     """The marked parts of a card.
 
     Args:
-        record: The privacy statement, as ``privacy_record.read`` makes it of what ``privacy.json`` holds.
+        record: The privacy statement, as ``privacy_record.read`` returns it for ``privacy.json``.
 
     Returns:
-        "banner" and "privacy": Markdown, as it stands between the markers. Equal statements give equal text, however their
-        keys are ordered, and any two that differ give different text: the last line holds ``digest``.
+        "banner" and "privacy": the Markdown between the markers. Equal statements give equal text, whatever the order of their
+        keys, and different statements give different text: the last line contains ``digest``.
 
     Raises:
-        ConfigError: A number cannot be put into words, or a text holds a marker.
+        ConfigError: A number cannot be put into words, or a text contains a marker.
     """
     return filled(
         section.PARTS,
@@ -184,7 +183,7 @@ def render(record: PrivacyRecord) -> dict[str, str]:
 
 
 def filled(parts: Sequence[str], context: Callable[[], Json]) -> dict[str, str]:
-    """Marked parts of a page: each template of that name, filled with a context, which may be that of a stranger.
+    """Marked parts of a page: the template of each name, filled with a context, which may be untrusted.
 
     Raises:
         ConfigError: See ``render``.
@@ -192,7 +191,7 @@ def filled(parts: Sequence[str], context: Callable[[], Json]) -> dict[str, str]:
     try:
         values = context()
         texts = {name: _tidy(formatting.template(f"{name}.md.j2").render(values)) for name in parts}
-    # A stranger's statement may keep to the schema and have exposure of one group and extraction of another.
+    # An untrusted statement may follow the schema and still have exposure of one group and extraction of another.
     except (ArithmeticError, LookupError, TypeError, ValueError, TemplateError) as error:
         raise ConfigError(
             f"the privacy statement cannot be put into words ({type(error).__name__}), so no card can be made of it. Restore "
@@ -213,10 +212,10 @@ def _tidy(text: str) -> str:
 
 
 def page(template: str, front: CardData, parts: Mapping[str, str], config: RunConfig, **context: Any) -> str:
-    """A card of a model or of a data set, which reads back as it was written.
+    """A card of a model or of a data set, which is checked to read back as it was written.
 
     Raises:
-        ConfigError: A text of the recipe makes another card of it.
+        ConfigError: A text of the recipe would change how the card is read.
     """
     body = formatting.template(template).render(
         **{name: section.marked(name, part) for name, part in parts.items()},
@@ -240,24 +239,24 @@ def page(template: str, front: CardData, parts: Mapping[str, str], config: RunCo
 
 
 def matter(record: PrivacyRecord) -> Json:
-    """The ``privacy`` entry of a card's front matter: the main fields of the statement, and where and what the whole is."""
+    """The ``privacy`` entry of a card's front matter: the statement's main fields, and its file and SHA-256."""
     return {**fields(record, _MAIN), "statement": BLOCK, "sha256": digest(record.to_json())}
 
 
 def fields(record: PrivacyRecord, names: Sequence[str]) -> Json:
-    """Those of a statement and of the Plan that it guarantees; names that it does not have are left out."""
+    """Fields of a statement and of its Plan, by ``names``; names that it lacks are left out."""
     statement = record.to_json()
     available = {**statement.get("plan", {}), **statement}
     return {name: available[name] for name in names if name in available}
 
 
 def dump_statement(statement: Json) -> str:
-    """A statement, or another record, as its file holds it."""
+    """The text of a statement's file, or of another record's."""
     return json.dumps(statement, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def digest(statement: Json) -> str:
-    """SHA-256 of the file that holds it."""
+    """SHA-256 of a statement's file."""
     return hashlib.sha256(dump_statement(statement).encode()).hexdigest()
 
 
@@ -283,7 +282,7 @@ def _front_matter(config: RunConfig, statement: PrivacyRecord, base_model: str |
 
 
 def yaml_of(data: CardData) -> str:
-    """As the Hub writes it; with quotes and escapes where two readers could differ over that."""
+    """YAML as the Hub writes it, or with quotes and escapes if readers could interpret that differently."""
     text = data.to_yaml()
     if not section.ambiguous(f"---\n{text}\n---\n"):
         return text

@@ -1,14 +1,14 @@
-"""Texts that were written by private inference: what inference.json holds, what follows from its facts, and its card.
+"""Texts written by private inference: their record inference.json, what follows from its facts, and the card.
 
 Comes in: facts, statistics; a folder with rows and a recipe for license, language and title. Goes out: a typed record, README.md.
-Must not know how texts are written or checked, read the private data, or quote a row. What lies in the folder::
+Must not know how texts are written or checked, read the private data, or quote a row. Files of the folder::
 
     README.md          the card, whose front matter the Hub and ``datasets.load_dataset`` read
     inference.json     this record
     data/train.jsonl   the rows, one JSON object a line
 
-Nothing was trained. For each text, the records of a batch of units stand in a prompt of their own each, and their clipped votes
-draw token after token: ``max_new_tokens`` draws of range 2 C / (B tau). Batches are disjoint, so all texts cost what one costs.
+Nothing was trained. For each text, each record of a batch of units is put into its own prompt, and their clipped votes draw one
+token after another: ``max_new_tokens`` draws of range 2 C / (B tau). Batches are disjoint, so all texts cost as much as one.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from dpllm.text import layouts
 
 RECORD, PARTS = "inference.json", ("inference",)
 MOST_ABOVE = Fraction(1, 10**9)
-"""Relative; how far the range of a draw may lie above the exact one."""
+"""Relative; how far the range of a draw may exceed the exact one."""
 MOST_EPSILON = 500.0
-"""By RDP: above it, texts promise nothing, and an accountant would take minutes."""
+"""By RDP: a larger epsilon protects nobody, and an accountant would take minutes."""
 _MAIN = ("delta", "unit", "neighbouring_relation", "dataset")
 BoundedRange = Annotated[
     events.BoundedRange, *stored(lambda event: isinstance(event, events.BoundedRange) and event.count > 0)
@@ -102,15 +102,15 @@ class Inference(Written):
 
 
 def derive(facts: Json, released: Statistics | None) -> Inference:
-    """The record of texts that were written by inference; epsilon and all that follows from the event is computed here.
+    """The record of texts written by inference; computes epsilon and everything that follows from the event.
 
     Args:
-        facts: Fields of ``Inference``: JSON values, events or records. Those that are derived, ``schema_version`` and, before the
-            rows are written, ``files`` may be missing; without ``not_covered`` it has what always holds.
-        released: The statistics whose shares were asked for; None without control.
+        facts: Fields of ``Inference``: JSON values, events or records. Derived fields, ``schema_version`` and, before the rows
+            are written, ``files`` may be missing; without ``not_covered`` the record has the lines that always hold.
+        released: The statistics whose shares set the frequencies of codes; None without control columns.
 
     Raises:
-        NotAStatement: A fact is none that a record may hold.
+        NotAStatement: A fact is not allowed in a record.
         Refused: No finite epsilon can be stated.
     """
     event, delta, relation = facts["event"], facts["delta"], facts["neighbouring_relation"]
@@ -133,7 +133,7 @@ def derive(facts: Json, released: Statistics | None) -> Inference:
 
 
 def not_covered(unit: str, relation: str) -> tuple[str, ...]:
-    """What the guarantee of texts by inference is never about."""
+    """Limits of every guarantee of texts by inference."""
     lines = formatting.template("inference_not_covered.txt.j2").render(
         unit=unit, neighbouring_relation=relation, visible=formatting.visible
     )
@@ -146,34 +146,34 @@ def eta(record: Inference) -> Fraction:
 
 
 def whole(event: Event, released: Statistics | None) -> Event:
-    """All that was released: the texts, and the statistics that say how often to ask for what."""
+    """The event of the texts together with the statistics that set the frequencies of codes."""
     return event if released is None else compose([event, released.event()])
 
 
 def epsilon(record: Inference) -> float:
-    """Of texts and statistics together, at the record's delta; see ``synthetic.total``."""
+    """Epsilon of texts and statistics together, at the record's delta; see ``synthetic.total``."""
     return total(record.epsilon, record.statistics)
 
 
 def recognised(record: Inference) -> float:
-    """The largest share of units that any test of all that was released recognises, if it is wrong about 1% of the others."""
+    """The largest share of units that a test of the whole release can recognise at a false-positive rate of 1%."""
     limit = record.limits.tpr_at_fpr_0_01
     return min(attacker_limits(epsilon(record), record.delta)["tpr_at_fpr_0.01"], 1.0 if limit is None else limit)
 
 
 def write_inference_card(directory: Path, config: RunConfig, record: Inference) -> Path:
-    """Writes the card and the record of rows that lie in a folder.
+    """Writes the card and the record of the rows in a folder.
 
     Args:
-        directory: Holds data/train.jsonl, and nothing else but a former card.
-        config: Whose card.license, card.language and card.title are shown.
-        record: As ``derive`` makes it; its ``files`` are computed here.
+        directory: Contains data/train.jsonl, and nothing else except an older card.
+        config: Provides card.license, card.language and card.title.
+        record: A result of ``derive``; its ``files`` are computed here.
 
     Returns:
         The path of README.md.
 
     Raises:
-        ConfigError: A text of record or recipe holds a marker.
+        ConfigError: A text of record or recipe contains a marker.
     """
     record = record.model_copy(update={"files": {ROWS: sha256(directory / ROWS)}})
     text = synthetic.whole_page(config, record, front_matter(record), render(record))
@@ -192,7 +192,7 @@ def render(record: Inference) -> dict[str, str]:
 
 
 def front_matter(record: Inference) -> Json:
-    """The front matter of the card, but for license and language, which are the author's."""
+    """The front matter of the card without license and language, which are the author's."""
     block = record.to_json()
     main = {"guarantee": True, **{name: block[name] for name in _MAIN}, "epsilon": epsilon(record)}
     main |= {"record": RECORD, "sha256": card.digest(block)}

@@ -1,6 +1,6 @@
-"""An entry of the DP Deployments Registry (third tier), as a draft that its author completes.
+"""An entry for the DP Deployments Registry (third tier), as a draft for the author to complete.
 
-Comes in: the privacy statement of a run with a guarantee, and its recipe. Goes out: YAML. Must not state what neither says.
+Comes in: the privacy statement of a run with a guarantee, and its recipe. Goes out: YAML. Must not state anything else.
 
 References:
     https://github.com/opendp/deployments-registry-data, schemas/deployments-schema.yaml at 3e9c812a (July 2026).
@@ -22,14 +22,14 @@ from dpllm.statement.privacy_record import PrivacyRecord
 
 
 def entry(statement: PrivacyRecord, config: RunConfig) -> str:
-    """The entry as YAML; what nobody gave is left out, or says that it is not stated.
+    """The entry as YAML; missing information is left out, or marked as not stated.
 
     Raises:
-        ConfigError: The statement has no guarantee, so that nothing is to be registered.
+        ConfigError: The statement has no guarantee, so there is nothing to register.
     """
     if not statement.guarantee:
         raise ConfigError(
-            f"--registry: the run gives no differential privacy guarantee ({statement.reason}), and the registry is of "
+            f"--registry: the run gives no differential privacy guarantee ({statement.reason}), and the registry lists only "
             "deployments that give one. Leave --registry out."
         )
     title, plan = config.card.title or names.last_part(config.output_dir), statement.plan

@@ -1,7 +1,7 @@
-"""A data set that a tuned model wrote: what synthetic.json holds, what it and the model's statement say together, and its card.
+"""A data set that a tuned model wrote: its record synthetic.json, what follows from it and the model's statement, and its card.
 
 Comes in: JSON; a folder with rows and a record, and the run whose model wrote them. Goes out: a typed record, what follows from
-it, README.md. Must not know how rows are written or checked, read ``private/``, or quote a row. What lies in the folder::
+it, README.md. Must not know how rows are written or checked, read ``private/``, or quote a row. Files of the folder::
 
     README.md          the card, whose front matter the Hub and ``datasets.load_dataset`` read
     synthetic.json     this record
@@ -10,7 +10,7 @@ it, README.md. Must not know how rows are written or checked, read ``private/``,
     run/privacy.json   byte as in the run's export/
     run/privacy.svg
 
-Epsilon is not repeated here: it is that of run/privacy.json, together with the statistics named there.
+Epsilon is not repeated here: it follows from run/privacy.json and the statistics that it names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RECORD, ROWS = "synthetic.json", "data/train.jsonl"
 MODEL_CARD, MODEL_BLOCK, FIGURE = f"run/{CARD}", f"run/{BLOCK}", f"run/{tradeoff_figure.FILE}"
 PARTS = ("synthetic",)
 SIDES = ("synthetic", "released", "training", "evaluation")
-"""What figures of quality are of: "WHAT: SIDE"."""
+"""Sets of rows that figures of quality describe, in names of the form "WHAT: SIDE"."""
 _MAIN = ("guarantee", "reason", "delta", "unit", "neighbouring_relation", "dataset")
 
 
@@ -111,31 +111,31 @@ class DataSet:
 
     @classmethod
     def read(cls, record: Json, statement: Json) -> DataSet:
-        """What synthetic.json and run/privacy.json hold; ``NotAStatement`` where one does not keep to its schema."""
+        """Reads synthetic.json and run/privacy.json; raises ``NotAStatement`` if one does not follow its schema."""
         return cls(Synthetic.checked(record), privacy_record.read(statement))
 
     def to_json(self) -> Json:
-        """synthetic.json."""
+        """The content of synthetic.json."""
         return self.record.to_json()
 
     @property
     def codes(self) -> set[str] | None:
-        """See ``codes``; without a guarantee codes are not checked."""
+        """Codes that texts may have, see ``codes``; None without a guarantee, as they are not checked then."""
         return codes(self.record, self.statement.statistics) if self.statement.guarantee else None
 
     @property
     def files(self) -> dict[str, str]:
-        """Files in run/ -> those in the run's export/."""
+        """Name in run/ -> name in the run's export/."""
         return of_run(self.statement)
 
 
 def epsilon(statement: PrivacyRecord) -> float | None:
-    """What the folder costs at the run's delta: the model, all statistics on its card, and the models before it on the same data.
+    """Epsilon of the folder at the run's delta: model, all statistics on its card, and earlier models on the same data.
 
-    None without a guarantee. With earlier models, statistics are added (basic composition): their delta is 0.
+    None without a guarantee. With earlier models, statistics are added by basic composition: their delta is 0.
 
     Raises:
-        NotAStatement: It is not stated.
+        NotAStatement: No such epsilon is stated.
     """
     if statement.plan is None or not statement.guarantee:
         return None
@@ -147,10 +147,10 @@ def epsilon(statement: PrivacyRecord) -> float | None:
 
 
 def total(alone: float, released: BesideRun | None) -> float:
-    """Epsilon of what costs ``alone``, and of statistics beside it.
+    """Epsilon of a release that costs ``alone`` together with released statistics.
 
     Raises:
-        NotAStatement: The statistics state none.
+        NotAStatement: The statistics do not state it.
     """
     together = released.with_run if released else alone
     if together is None:
@@ -159,7 +159,7 @@ def total(alone: float, released: BesideRun | None) -> float:
 
 
 def recognised(statement: PrivacyRecord) -> float | None:
-    """The largest share of units that any test of the whole folder recognises, see ``tradeoff_figure.recognised``.
+    """The largest share of units that a test of the whole folder can recognise, see ``tradeoff_figure.recognised``.
 
     None without a guarantee.
     """
@@ -167,38 +167,38 @@ def recognised(statement: PrivacyRecord) -> float | None:
     if plan is None or total is None:
         return None
     alone = attacker_limits(total, plan.delta)["tpr_at_fpr_0.01"]
-    has_lineage = lineage is not None and lineage.composed is not None  # whose events are in no curve
+    has_lineage = lineage is not None and lineage.composed is not None  # no curve contains its events
     statistics_epsilon = released.pure if released else 0.0
     return min(alone, 1.0 if has_lineage else tradeoff_figure.recognised(plan, statistics_epsilon))
 
 
 def of_run(statement: PrivacyRecord) -> dict[str, str]:
-    """What lies in run/: its name in the folder, and in the run's export/."""
+    """Files of run/: name in the folder -> name in the run's export/."""
     return {f"run/{name}": name for name in (CARD, BLOCK, *([tradeoff_figure.FILE] if statement.guarantee else []))}
 
 
 def run_of(directory: Path) -> RunDir | None:
-    """The run directory that a data set lies in; None elsewhere."""
+    """The run directory that contains a data set; None if there is none."""
     run = RunDir(directory.absolute().parent)
     return run if run.config.is_file() and (run.export / CARD).is_file() else None
 
 
 def write_dataset_card(directory: Path, run: RunDir) -> Path:
-    """Writes the card of a data set, and beside it the run's card and statement.
+    """Writes the card of a data set, and copies the run's card and statement to run/.
 
     Args:
-        directory: Holds data/train.jsonl and synthetic.json, whose ``files`` are computed here and may be empty.
-        run: With its card.
+        directory: Contains data/train.jsonl and synthetic.json, whose ``files`` are computed here and may be empty.
+        run: A run with a card.
 
     Returns:
         The path of README.md.
 
     Raises:
-        ConfigError: A record is missing or damaged; the run's model, or the statistic that control codes were drawn from, is
-            another than the rows come from; or a text of the recipe holds a marker.
+        ConfigError: A record is missing or damaged; the run's model, or the statistic from which control codes were drawn, is
+            not the one that the rows come from; or a text of the recipe contains a marker.
     """
     stored, statement = read_json(directory / RECORD), privacy_record.read(read_json(run.export / BLOCK))
-    copies: dict[str, bytes] = {name: (run.export / theirs).read_bytes() for name, theirs in of_run(statement).items()}
+    copies: dict[str, bytes] = {name: (run.export / file).read_bytes() for name, file in of_run(statement).items()}
     files = {name: hashlib.sha256(content).hexdigest() for name, content in copies.items()}
     record = Synthetic.checked({**stored, "files": {ROWS: sha256(directory / ROWS), **files}})
     _check_origin(directory, stored, record, statement)
@@ -206,38 +206,38 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
     written: dict[str, str | bytes] = {**copies, RECORD: card.dump_statement(record.to_json()), CARD: text}
     for name, content in written.items():
         write_whole(directory / name, content)
-    if FIGURE not in written:  # of a guarantee that the run has lost
+    if FIGURE not in written:  # the run has lost its guarantee
         (directory / FIGURE).unlink(missing_ok=True)
     return directory / CARD
 
 
 def _check_origin(directory: Path, stored: Json, record: Synthetic, statement: PrivacyRecord) -> None:
-    """Refuses the card of a run that was trained again, or that shows another draw of the shares, since the rows were written."""
+    """Refuses a run that was trained again, or whose card shows another draw of the shares, since the rows were written."""
     named, path = (stored.get("files") or {}).get(MODEL_BLOCK), directory / MODEL_BLOCK
     if named in (None, record.files[MODEL_BLOCK]):
         return
     unchanged = path.is_file() and sha256(path) == named
     if not unchanged or _origin(record, privacy_record.read(read_json(path))) != _origin(record, statement):
         raise ConfigError(
-            f"{directory}: other weights, or another release of the shares, wrote these rows than the run's card speaks of, and "
-            "its epsilon is not theirs. Put the former run and card back; or remove the folder, and type dpllm synthesize again."
+            f"{directory}: these rows come from other weights, or another release of the shares, than the run's card states, so "
+            "its epsilon is not theirs. Restore the former run and card; or remove the folder, and type dpllm synthesize again."
         )
 
 
 def _origin(record: Synthetic, statement: PrivacyRecord) -> object:
-    """What rows are a function of, beside public prompts: the weights, and the release that says how often to ask for codes."""
+    """The inputs of the rows besides public prompts: the weights, and the release that sets the frequencies of codes."""
     weights = {name: digest for name, digest in statement.files.items() if name.endswith(".safetensors")}
     released = statement.statistics.releases if statement.statistics else ()
     return weights, [release for release in released if release.statistic == record.shares]
 
 
 def whole_page(config: RunConfig, record: Written, front: Json, parts: Mapping[str, str]) -> str:
-    """The card of rows around its marked parts, with the author's license, language and title.
+    """The complete card of rows, with the author's license, language and title.
 
     Raises:
-        ConfigError: A text of the recipe makes another card of it.
+        ConfigError: A text of the recipe would change how the card is read.
     """
-    from huggingface_hub import DatasetCardData  # which whoever verifies a data set need not have
+    from huggingface_hub import DatasetCardData  # not needed to verify a data set
 
     from dpllm.card.card import page
 
@@ -263,13 +263,13 @@ def render(record: Synthetic, statement: PrivacyRecord) -> dict[str, str]:
 
 
 def context(record: Written, epsilon: float | None, limit: float | None) -> Json:
-    """What the marked part of any rows is filled with: epsilon of all in the folder, and the most that a test recognises."""
+    """Values for the marked part of a card of rows: epsilon of the whole folder, and the limit on any test."""
     values = {"w": formatting, "s": record, "epsilon": epsilon, "limit": limit, "digest": card.digest(record.to_json())}
     return {**values, **tables(record.quality)}
 
 
 def tables(quality: Quality | None) -> Json:
-    """``beside``: what several sides have, and the figure of each side; ``scores``: the others, with limits if they have any."""
+    """``beside``: figures that several sides have, by side; ``scores``: all others, with their confidence limits if any."""
     figures: Mapping[str, float | None] = quality.figures if quality else {}
     rows: dict[str, dict[str, float | None]] = {}
     for name, value in figures.items():
@@ -288,7 +288,7 @@ def tables(quality: Quality | None) -> Json:
 
 
 def front_matter(record: Synthetic, statement: PrivacyRecord) -> Json:
-    """The front matter of the card, but for license and language, which are the author's."""
+    """The front matter of the card without license and language, which are the author's."""
     main, total = card.fields(statement, _MAIN), epsilon(statement)
     main |= {} if total is None else {"epsilon": total}
     main |= {"statement": MODEL_BLOCK, "record": RECORD, "sha256": card.digest(record.to_json())}
@@ -296,8 +296,8 @@ def front_matter(record: Synthetic, statement: PrivacyRecord) -> Json:
 
 
 def loadable(columns: Sequence[str], privacy: Json, *, guarantee: bool) -> Json:
-    """What the Hub and ``datasets.load_dataset`` read: of rows with these columns, and the ``privacy`` entry."""
-    # Declared as text. Of a column that holds nothing but dates, datasets 4 makes time stamps all the same, written out as text.
+    """Metadata for the Hub and ``datasets.load_dataset`` of rows with these columns, with the ``privacy`` entry."""
+    # Declared as text. Even so, datasets 4 reads a column of dates alone as timestamps and then writes these out as text.
     features = [{"name": column, "dtype": "string"} for column in columns]
     return {
         "tags": ["synthetic", "dpllm", *(["differential-privacy"] if guarantee else [])],
@@ -309,14 +309,14 @@ def loadable(columns: Sequence[str], privacy: Json, *, guarantee: bool) -> Json:
 
 
 def codes(record: Written, released: Statistics | None) -> set[str] | None:
-    """Codes that texts can have been asked for; None: any, as there is no control."""
+    """Codes by which texts can have been requested; None: any, as there are no control columns."""
     if not record.control:
         return None
     return set(released.positive(record.shares)) if released else set()
 
 
 def rules_of_rows(record: Written, draws: int, texts: Sequence[str], released: Statistics | None) -> dict[str, bool]:
-    """What has to hold of any such record: so many texts were ``drawn``, and stand in the columns ``texts``."""
+    """Rules of any such record, of ``draws`` texts in the columns ``texts``: problem -> whether the rule holds."""
     statistics = {release.statistic for release in released.releases} if released else set()
     return {
         "texts are not the rows and what was dropped": record.rows + sum(record.dropped.values()) == draws,
@@ -330,10 +330,10 @@ def _rules(folder: DataSet) -> dict[str, bool]:
     record, statement = folder.record, folder.statement
     texts = ["text"] if record.prompts is None else ["prompt", "completion"]
     name = layouts.shares_of(record.control) if record.control else None
-    named = {name} if statement.guarantee else {name, None}
+    allowed_shares = {name} if statement.guarantee else {name, None}
     return {
         **rules_of_rows(record, record.attempts, texts, statement.statistics),
-        "shares is not the statistic of the control columns": record.shares in named,
+        "shares is not the statistic of the control columns": record.shares in allowed_shares,
         f"quality has figures of rows that {MODEL_BLOCK} does not declare public": may_publish(
             record.quality, public_sides(statement)
         ),
@@ -341,7 +341,7 @@ def _rules(folder: DataSet) -> dict[str, bool]:
 
 
 def reads(figure: str) -> set[str]:
-    """The sides that a figure of quality is computed from, by its name; what nobody here names so may read all."""
+    """The sides from which a figure of quality is computed, by its name; an unknown figure may use all of them."""
     subject, _, side = figure.rpartition(": ")
     if side in SIDES:
         return {side}
@@ -351,7 +351,7 @@ def reads(figure: str) -> set[str]:
 
 
 def public_sides(statement: PrivacyRecord) -> set[str]:
-    """Those that the model's statement declares public; without a guarantee it does not say so of evaluation rows alone."""
+    """Sides that the model's statement declares public; without a guarantee it has no separate entry for evaluation rows."""
     evaluation = statement.data_public
     if statement.guarantee:
         evaluation = any("evaluation data (declared public)" in line for line in statement.not_covered)
@@ -359,18 +359,18 @@ def public_sides(statement: PrivacyRecord) -> set[str]:
 
 
 def declared_sides(training: bool, evaluation: bool) -> set[str]:
-    """Those whose exact figures may be published, where the rows trained on or voted with, and evaluation rows, are public."""
+    """Sides whose exact figures may be published, given whether training (or voting) and evaluation rows are public."""
     public = {"training": training, "evaluation": evaluation}
     return {*SIDES[:2], *(side for side, declared in public.items() if declared)}
 
 
 def may_publish(quality: Quality | None, declared: set[str]) -> bool:
-    """Whether all figures read nothing but these sides."""
+    """Whether all figures are computed from these sides alone."""
     return all(reads(name) <= declared for name in (quality.figures if quality else ()))
 
 
 OF_AUTHOR = frozenset({"license", "license_name", "license_link", "language", "pretty_name"})
-"""Keys of the front matter that are the author's."""
+"""Keys of the front matter that the author sets."""
 
 
 ARTIFACT = Artifact(

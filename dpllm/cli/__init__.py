@@ -1,8 +1,8 @@
 """The command line: parse, call one function, print.
 
 Comes in: arguments. Goes out: an exit code (0 done, 2 wrong command or recipe, 3 refused, 4 an audit contradicts the
-guarantee, 1 anything else). Each module is a group of commands: ``add_commands`` says what they take, and a function for each
-does it. Heavy imports happen inside these functions, so that ``dpllm --help`` stays quick.
+guarantee, 1 anything else). Each module is a group of commands: ``add_commands`` declares their options, and one function runs
+each. Heavy imports are inside these functions, so that ``dpllm --help`` stays quick.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(
                 stream, io.TextIOWrapper
-            ):  # a stranger's file may have a name that this terminal cannot write
+            ):  # a file's name may have characters that this terminal cannot print
                 stream.reconfigure(errors="backslashreplace")
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             for stream in filter(None, (sys.stdout, sys.stderr)):
-                stream.flush()  # at exit, Python would say that it fails, and nobody could say otherwise
+                stream.flush()  # a failure at exit could not be caught
     except BrokenPipeError:
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # what they still hold is written at exit
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # their buffers are written at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 1
 
@@ -47,8 +47,8 @@ def _run(arguments: list[str]) -> int:
         parser.print_help()
         return 0
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Waiting threads spin for some microseconds, then sleep. Asleep at once, a step of SmolLM2-135M took 1.5 times as long on two
-    # idle cores; with GNU's default, a step beside another busy process took two to three times as long (docs/measurements.md).
+    # Waiting threads spin for some microseconds, then sleep. If they slept at once, a step of SmolLM2-135M took 1.5 times as long
+    # on two idle cores; with GNU's default, a step took two to three times as long next to a busy process (docs/measurements.md).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
@@ -59,7 +59,7 @@ def _run(arguments: list[str]) -> int:
             raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {args.command} --help.")
         if args.command not in {"train", "env"} and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
-                "a launcher started several processes, and each would do all the work and write the same files. Type dpllm "
+                "a launcher started several processes, but each would do all the work and write the same files. Type dpllm "
                 f"{args.command} without a launcher."
             )
         if getattr(args, "final", False):
@@ -70,7 +70,7 @@ def _run(arguments: list[str]) -> int:
         return error.exit_code
     except DpllmError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0" and error.exit_code in {2, 3}:
-            return error.exit_code  # before the group stands; the first process of the machine says the same
+            return error.exit_code  # before the process group exists, local rank 0 reports the same error
         print(f"dpllm {args.command}: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:

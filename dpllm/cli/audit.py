@@ -46,7 +46,7 @@ def add_commands(add: AddCommand) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Prints the audit; exit code 4 where it contradicts the stated guarantee."""
+    """Prints the audit; exit code 4 if it contradicts the stated guarantee."""
     path = Path(args.run)
     is_run = (path / "config.yaml").exists()
     _check_options(args, overrides, is_run=is_run)
@@ -75,7 +75,7 @@ def _check_options(args: argparse.Namespace, overrides: list[str], *, is_run: bo
 
 
 def _no_run(path: Path) -> str:
-    """The message for a directory that holds no run, with the command to type instead."""
+    """The message for a directory without a run, with the command to type instead."""
     runs = sorted(child.name for child in path.iterdir() if (child / "config.yaml").exists()) if path.is_dir() else []
     if runs:
         return f"holds no run itself, but {', '.join(runs[:5])}. Type: dpllm audit {path / runs[0]}"
@@ -115,7 +115,7 @@ def _elsewhere(args: argparse.Namespace, path: Path) -> int:
 
 
 def _show(args: argparse.Namespace, report: dict[str, Any], table: RenderableType, *lines: str) -> int:
-    """Prints a report for machines or for people; exit code 4 where it contradicts the stated guarantee."""
+    """Prints a report as JSON or as a table; exit code 4 if it contradicts the stated guarantee."""
     show(args, report if args.json else table, *lines)
     if report.get("verdict") == "falsified":
         raise AuditContradiction(report.get("verdict_reason") or report["reason"])

@@ -1,4 +1,4 @@
-"""``dpllm compare`` and ``sweep``: runs side by side, and runs made to be."""
+"""``dpllm compare`` and ``sweep``: compares existing runs, or trains runs to compare them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def sweep(args: argparse.Namespace, overrides: list[str]) -> int:
     points = twins(*recipe, constant_rate=args.constant_rate) if args.twin else at_epsilons(*recipe)
     contradictions = train_group(points, resume=args.resume, console=console)
     runs = [point.run for point in points]
-    if args.twin:  # whose canaries differ, so that nothing could be compared
+    if args.twin:  # a run and its twin have different canaries, so they cannot be compared
         charged = read_run(runs[0]).ledger
         assert charged is not None
         assert charged.group is not None
@@ -103,7 +103,7 @@ def _choose(args: argparse.Namespace, overrides: list[str], console: Console) ->
 
     if args.twin or args.tasks:
         raise ConfigError(
-            "--choose releases one run, which is neither compared nor has a twin. Leave --twin and --tasks out."
+            "--choose releases one run, which has no twin and is not compared. Leave --twin and --tasks out."
         )
     choice = parse_choice(args, overrides)
     run = choose(choice, resume=args.resume, console=console)
@@ -124,7 +124,7 @@ def _check_tasks(args: argparse.Namespace) -> None:
 
 
 def _measure(args: argparse.Namespace, runs: list[RunDir], console: Console, *, public: bool = False) -> None:
-    """With --tasks, scores the texts of the runs, once it is certain that they can be compared."""
+    """With --tasks, scores the texts of the runs, after checking that they can be compared."""
     if args.tasks:
         from dpllm.comparison.compare import collect_figures
         from dpllm.comparison.tasks import measure

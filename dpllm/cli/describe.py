@@ -1,4 +1,4 @@
-"""``dpllm describe``, ``classify`` and ``randomize-labels``: what is released of private data without a training run."""
+"""``dpllm describe``, ``classify`` and ``randomize-labels``: releases of private data without a training run."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def take_data(parser: Any) -> None:
 
 
 def describe(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Prints what was released, or with --dry-run what it would cost; exit code 3 where the ledger refuses it."""
+    """Prints the releases, or with --dry-run their cost; exit code 3 if the ledger refuses them."""
     from dpllm.recipe.config import OF_MODEL, around
     from dpllm.recipe.section import parse_overrides
 
     embedded = bool(args.clusters or args.predict)
     if embedded and args.statistics:
         raise ConfigError(
-            "statistics have a file of their own, and shares of epsilon. Ask for them by another dpllm describe."
+            "statistics have their own file, and share their own epsilon. Type another dpllm describe for them."
         )
     if not embedded and not args.statistics:
         examples = ", ".join(example for _, example, _ in OPTIONS.values())
@@ -95,7 +95,7 @@ def describe(args: argparse.Namespace, overrides: list[str]) -> int:
     if Path(args.data).suffix not in (".yaml", ".yml") and "model.name_or_path" not in keys:
         if embedded or "lengths" in dict(args.statistics):
             raise ConfigError(
-                "texts are read, and tokens counted, by a public model, and none is named. Type --model MODEL, or a recipe."
+                "a public model reads texts and counts tokens, but none is named. Type --model MODEL, or a recipe."
             )
         keys["model.name_or_path"] = "none"
     config = around(args.data, keys, "dpllm describe")
@@ -147,7 +147,7 @@ def _release(args: argparse.Namespace, offered: AbstractContextManager[Offer], d
 
 
 def randomize(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Prints the cost and the path of the new file; exit code 3 where the ledger refuses it."""
+    """Prints the cost and the path of the new file; exit code 3 if the ledger refuses it."""
     from dpllm.recipe.config import OF_DATA, around
     from dpllm.releases.labels import RECIPE
     from dpllm.releases.labels import randomize as flip

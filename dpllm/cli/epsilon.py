@@ -1,4 +1,4 @@
-"""``dpllm epsilon``: what DP-SGD with given numbers guarantees, or the noise for a given epsilon, without a recipe."""
+"""``dpllm epsilon``: the guarantee of DP-SGD with given parameters, or the noise for a given epsilon, without a recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpllm.cli.plan import AddCommand, dump, plain_console
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import as_json
 
-LARGEST = 1e12  # of a number of people or steps
+LARGEST = 1e12  # maximum number of units or steps
 LIMITS_IN_WORDS = {
     "tpr_at_fpr_0.001": "true positive rate at 0.1% false positives, at most",
     "tpr_at_fpr_0.01": "true positive rate at 1% false positives, at most",
@@ -67,8 +67,8 @@ def answer_to(args: argparse.Namespace) -> dict[str, Any]:
     """Every number of the answer, infinite ones as None.
 
     Raises:
-        ConfigError: a number out of range, or numbers that do not go together.
-        Refused: delta is not below 1/N, or the batch is larger than the data.
+        ConfigError: A number is out of range, or the numbers contradict each other.
+        Refused: Delta is not below 1/N, or the batch is larger than the data.
     """
     from dpllm.privacy import accounting, events, limits
     from dpllm.privacy.plan import CURVE_DELTAS, noise_multiplier_for, steps_event
@@ -80,7 +80,7 @@ def answer_to(args: argparse.Namespace) -> dict[str, Any]:
     if sigma is None:
         sigma = noise_multiplier_for(args.epsilon, delta, schedule, relation, bands, group_size=group)
     event = steps_event(sigma, schedule, group, bands)
-    if args.accountant is not None:  # one that cannot answer, such as gdp, is refused with the reason
+    if args.accountant is not None:  # refuses accountants that do not support it, such as gdp
         accounting.epsilon(event, delta, relation, args.accountant)
     epochs = math.ceil(Fraction(steps * batch, size) if args.epochs is None else Fraction(args.epochs))
     shuffled = events.SelfComposed(epochs, events.Gaussian(sigma / group))

@@ -96,12 +96,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         check_person("an entry is made", args.by, args.reason)
     if getattr(args, "relation", None) == "label_changed":
         args.dataset = label_account(args.dataset)
-    if args.action == "init":  # nothing is made for a budget that cannot be
+    if args.action == "init":  # checked before a ledger is created
         args.wanted = _budget_of(args)
     ledger = open_ledger(args.ledger, create=args.action in ("init", "except", "import"))
     if ledger is None:
         path = args.ledger or default_path()
-        raise ConfigError(f"{path}: no ledger there yet; the first private run makes one. Name another with --ledger.")
+        raise ConfigError(f"{path}: no ledger there yet; the first private run makes one. Type --ledger for another.")
     with ledger, ledger.counting():
         code: int = globals()[f"_{args.action}"](ledger, args)
         return code
@@ -220,7 +220,7 @@ def _overview(overview: dict[str, Any]) -> Group:
     from dpllm.ledger.values import OPEN
 
     def plain(text: object) -> Text:
-        """Text without markup, control characters or letters that cannot be encoded."""
+        """Text without markup, control characters or characters that cannot be encoded."""
         return Text("".join(letter if letter.isprintable() else "?" for letter in str(text)))
 
     parts: list[Any] = []
@@ -246,7 +246,7 @@ def _overview(overview: dict[str, Any]) -> Group:
 
 
 def totals(ledger: Ledger, dataset: str) -> list[str]:
-    """The used share of a dataset's budget, or without one or after a final run the total; then groups and exceptions."""
+    """The used share of a dataset's budget (the total, if there is none or after a final run); then groups and exceptions."""
     from dpllm.ledger import admission
     from dpllm.ledger.admission import group_total
     from dpllm.ledger.values import used_in_words
@@ -282,7 +282,7 @@ def _age(heartbeat: float) -> str:
 
 
 def _verify(ledger: Ledger | None, args: argparse.Namespace) -> int:
-    """Checks a ledger, or without one the export of --file."""
+    """Checks a ledger; None: the export of --file."""
     from dpllm.files import read_json
     from dpllm.ledger.chain import read_export, verify_export
 
@@ -301,7 +301,7 @@ def _verify(ledger: Ledger | None, args: argparse.Namespace) -> int:
         return 0
     print(f"{location}: {last['count']} entries, chain unbroken, head {last['hash']}:{last['count']}")
     if head is None:
-        print("A chain that was cut or written anew shows only against a head copied elsewhere: --head HASH:COUNT")
+        print("Only a head copied elsewhere shows whether a chain was cut or rewritten: --head HASH:COUNT")
     return 0
 
 
@@ -350,7 +350,7 @@ def _import(ledger: Ledger, args: argparse.Namespace) -> int:
         if "num_steps" in value:
             plan = value
             if lacking := [key for key in ("event", "unit", "neighbouring_relation") if not plan.get(key)]:
-                raise ConfigError(f"{args.event}: a plan.json without {lacking[0]!r} is damaged. Give the run's own.")
+                raise ConfigError(f"{args.event}: a plan.json without {lacking[0]!r} is damaged. Type the run's own.")
         event = read(plan.get("event", value))
     else:
         event = Imported(args.epsilon, args.delta)
@@ -368,8 +368,8 @@ def _import(ledger: Ledger, args: argparse.Namespace) -> int:
     relation = plan["neighbouring_relation"] if plan else args.relation or (budget.relation if budget else "zero_out")
     if args.unit not in (None, unit) or args.relation not in (None, relation):
         raise ConfigError(
-            f"{args.event}: its run protects a {unit} under {relation}, and an account counts one unit and one relation. Leave "
-            "out --unit and --relation, and name a dataset that is accounted so."
+            f"{args.event}: its run protects a {unit} under {relation}, but an account has one unit and one relation. Leave out "
+            "--unit and --relation, and name a dataset whose account has these."
         )
     responsible = {"by": args.by, "reason": args.reason}
     budgets.import_run(ledger, args.dataset, event=event, run=args.run, unit=unit, relation=relation, **responsible)

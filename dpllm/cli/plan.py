@@ -1,6 +1,6 @@
-"""``dpllm plan``, ``train`` and ``import-config``: what a recipe promises, costs and needs; its run; one out of another tool's.
+"""``dpllm plan``, ``train`` and ``import-config``: the guarantee and cost of a recipe; its run; recipes from other tools.
 
-To plan takes no weights, no GPU and no torch; ``--model`` alone imports it, to build the model from its configuration.
+Planning needs no weights, no GPU and no torch; only ``--model`` imports torch, to build the model from its configuration.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ LIMITS = {
     "gdp_mu": "mu of Gaussian DP",
 }
 Call = Callable[[argparse.Namespace, list[str]], int]
-"""One command: of the arguments that the parser knows, and the overrides of a recipe's keys, to an exit code."""
+"""One command: (parsed arguments, overrides of recipe keys) -> exit code."""
 
 
 AddCommand = Callable[..., argparse.ArgumentParser]
-"""Makes the parser of one command, of its name, call and help, with --json for what ``json`` names; see ``cli._parser``."""
+"""Adds the parser of one command: (name, call, help, content of --json; None: no such option); see ``cli._parser``."""
 
 
 def take_json(parser: argparse.ArgumentParser, content: str = "what it says") -> None:
@@ -57,7 +57,7 @@ def take_recipe(parser: argparse.ArgumentParser, usage: str, text: str = ", such
 
 
 def take_ledger(parser: argparse.ArgumentParser) -> None:
-    """Declares the ledger that is opened."""
+    """Declares --ledger."""
     parser.add_argument("--ledger", help="path or postgresql:// URL (default: a file in the user's data directory)")
 
 
@@ -68,7 +68,7 @@ def check_rate(args: argparse.Namespace) -> None:
     """Refuses --constant-rate without --twin."""
     if args.constant_rate and not args.twin:
         raise ConfigError(
-            "--constant-rate is of an audit twin. Type --twin too, or set train.lr_scheduler for the run itself."
+            "--constant-rate is for an audit twin. Type --twin too, or set train.lr_scheduler for the run itself."
         )
 
 
@@ -88,7 +88,7 @@ def parse_choice(args: argparse.Namespace, overrides: list[str]) -> Choice:
     from dpllm.comparison.choice import EXAMPLE, plan_choice
 
     if args.over is None or args.mean_runs is None:
-        raise ConfigError(f"a choice needs settings, and how many runs there are in the mean. Type {EXAMPLE}")
+        raise ConfigError(f"a choice needs settings, and the mean number of runs. Type {EXAMPLE}")
     return plan_choice(*parse_recipe(args, overrides), args.over, args.mean_runs)
 
 
@@ -126,7 +126,7 @@ def add_commands(add: AddCommand) -> None:
 
 
 def parse_recipe(args: argparse.Namespace, overrides: list[str]) -> tuple[str, dict[str, Any]]:
-    """The path of the recipe that a command names, and its overrides; a ConfigError where it names none."""
+    """The path of the recipe that a command names, and its overrides; raises ConfigError if it names none."""
     from dpllm.recipe.section import parse_overrides
 
     if args.recipe is None:
@@ -136,18 +136,18 @@ def parse_recipe(args: argparse.Namespace, overrides: list[str]) -> tuple[str, d
 
 
 def load_recipe(args: argparse.Namespace, overrides: list[str]) -> RunConfig:
-    """The recipe that a command names, with its overrides; a ConfigError where it names none, or one that cannot be read."""
+    """The recipe that a command names, with its overrides; raises ConfigError if there is none, or it cannot be read."""
     from dpllm.recipe.config import load_config
 
     return load_config(*parse_recipe(args, overrides))
 
 
 def train(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Runs a recipe; exit code 1 where it was interrupted."""
+    """Runs a recipe; exit code 1 if it was interrupted."""
     if args.keys:
         return _show_keys()
     if args.resume and args.overwrite:
-        raise ConfigError("--resume goes on with a run, and --overwrite replaces it. Type one of the two.")
+        raise ConfigError("--resume continues a run, but --overwrite replaces it. Type one of the two.")
     config = load_recipe(args, overrides)
     from dpllm.run.directory import Run, RunDir
     from dpllm.run.loop import train as run
@@ -171,7 +171,7 @@ def _show_keys() -> int:
 
 
 def plan(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Prints the plan, then everything that would refuse it."""
+    """Prints the plan, then all reasons to refuse it."""
     if args.keys:
         return _show_keys()
     if args.recipe and (Path(args.recipe) / "config.yaml").is_file():  # the directory of a run
@@ -188,14 +188,12 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
         points = twins(*parse_recipe(args, overrides), constant_rate=args.constant_rate)
     config = points[0].config if args.twin else load_recipe(args, overrides)
     if args.device and not args.model:
-        raise ConfigError("--device says for which GPU --model counts memory. Type both.")
+        raise ConfigError("--device names the GPU for which --model estimates memory. Type both.")
     from dpllm.run.promise import Start, decide
     from dpllm.run.subject import Refusals
 
     in_run = Path(args.recipe).resolve() == (Path(config.output_dir) / "config.yaml").resolve()
-    decision = decide(
-        config, Start(overwrite=in_run)
-    )  # of a recipe that lies in a run: what another run of it would promise
+    decision = decide(config, Start(overwrite=in_run))  # for a run's own recipe: what another run of it would promise
     refusals = Refusals()
     refusals.errors += decision.refusals
     needs = _footprint(config, decision, refusals, args.device) if args.model else None
@@ -326,7 +324,7 @@ def _memory(needs: Footprint) -> dict[str, str]:
 
 
 def largest_batch(schedule: Schedule) -> int:
-    """The smallest number of units that a step exceeds with probability 0.1% at most; the logical batch is Binomial(N, q)."""
+    """The smallest number of units that a step exceeds with probability at most 0.1%; the logical batch is Binomial(N, q)."""
     from scipy import stats
 
     return int(stats.binom.ppf(0.999, schedule.dataset_size, schedule.sampling_rate))
@@ -353,7 +351,7 @@ def _json(decision: Decision, needs: Footprint | None, refusals: list[DpllmError
 
 
 def import_config(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Prints or writes the recipe; reports on stderr what was carried over and what was not."""
+    """Prints or writes the recipe; reports on stderr which keys were carried over and which were not."""
     from dpllm.recipe import imports
 
     imported = imports.import_config(Path(args.file))
@@ -377,17 +375,17 @@ def import_config(args: argparse.Namespace, overrides: list[str]) -> int:
 
 @contextmanager
 def writing(output: str) -> Iterator[None]:
-    """Turns an error of the system while --output is written into a ConfigError."""
+    """Raises system errors of writing --output as ConfigError."""
     try:
         yield
     except FileExistsError:
-        raise ConfigError(f"{output}: exists already, and would be lost. Type another --output.") from None
+        raise ConfigError(f"{output}: already exists, and would be lost. Type another --output.") from None
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written ({error.strerror}). Type another --output.") from None
 
 
 def show(args: argparse.Namespace, value: dict[str, Any] | RenderableType, *lines: str) -> int:
-    """Prints values as JSON with --json, else a table of rich and the lines below it; exit code 0."""
+    """Prints values as JSON with --json, else a table or text, with the lines below it; returns exit code 0."""
     if args.json:
         assert isinstance(value, dict)
         print(dump(value))
@@ -400,7 +398,7 @@ def show(args: argparse.Namespace, value: dict[str, Any] | RenderableType, *line
 
 
 def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """The console of every command: names, paths and texts are printed as they are, without markup or emoji of rich."""
+    """The console of every command, which prints text literally, without rich's markup and emoji."""
     from rich.console import Console
 
     return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False)

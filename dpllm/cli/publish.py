@@ -1,4 +1,4 @@
-"""``dpllm card``, ``verify``, ``push``, ``generate``, ``merge`` and ``synthesize``: what is published, and whether it is true."""
+"""``dpllm card``, ``verify``, ``push``, ``generate``, ``merge`` and ``synthesize``: publishing, and checks of it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _add_synthesize(parser: argparse.ArgumentParser) -> None:
 
 
 def card(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Writes the card, signs it if asked, and says where."""
+    """Writes the card, signs it with --sign, and prints the paths."""
     from dpllm.card.card import write_card
     from dpllm.card.registry import entry
     from dpllm.card.synthetic import RECORD
@@ -156,20 +156,20 @@ def _dataset_card(directory: Path, args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Prints every check, and how many there are of each kind; exit code 4 where one failed."""
+    """Prints every check, and the number of each kind; exit code 4 if one failed."""
     from dpllm.verification import verify_apart
 
     with ExitStack() as stack:
         path = Path(args.path)
-        in_folder = len(path.parts) > 1 and path.parent.is_dir()  # then what is not in it is misspelled, and no Hub id
+        in_folder = len(path.parts) > 1 and path.parent.is_dir()  # then a missing path is misspelled, not a Hub id
         if not path.exists() and not in_folder and _HUB_ID.fullmatch(args.path):
             path = Path(stack.enter_context(TemporaryDirectory()))
             _download(args.path, args.revision, path)
         elif args.revision is not None:
             raise ConfigError(f"--revision {args.revision}: {args.path} is not a Hub id. Leave it out.")
         verification = verify_apart(path, ledger=args.ledger, public_key=args.public_key)
-    looked_at = {check["name"] for check in verification["checks"]}
-    if args.public_key and "signature" not in looked_at and not verification["failed"]:
+    check_names = {check["name"] for check in verification["checks"]}
+    if args.public_key and "signature" not in check_names and not verification["failed"]:
         raise ConfigError(f"--public-key: {args.path} is not signed, since only files of a model are. Leave it out.")
     if args.json:
         show(args, verification)
@@ -185,10 +185,10 @@ def verify(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _download(repository: str, revision: str | None, directory: Path) -> None:
-    """A snapshot of a model, or with datasets/ of a data set, on the Hub, which alone uses the network.
+    """Downloads a model, or with datasets/ a data set, from the Hub; nothing else here uses the network.
 
     Raises:
-        ConfigError: There is none, it is private and nobody is logged in, or it has no card.
+        ConfigError: The repository does not exist, is private and nobody is logged in, or has no card.
         DpllmError: The Hub cannot be reached.
     """
     try:
@@ -212,7 +212,7 @@ def _download(repository: str, revision: str | None, directory: Path) -> None:
 
 
 def push(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Uploads export/ or a data set, once it verifies, and lists the files."""
+    """Uploads export/ or a data set if it verifies, and lists the files."""
     from dpllm.publish.push import push as upload
 
     done = upload(
@@ -236,7 +236,7 @@ def push(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def generate(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Prints the samples; on standard error, that they cost nothing, or may repeat training text."""
+    """Prints the samples; says on standard error that they cost nothing, or that they may repeat training text."""
     from dpllm.publish.generate import load, sample
     from dpllm.text.prompts import printable, read_prompts
 
@@ -266,7 +266,7 @@ def generate(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def merge(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Writes the merged model and says where."""
+    """Writes the merged model and prints its path."""
     from dpllm.publish.merge import merge as write_merged
     from dpllm.run.directory import RunDir
 
@@ -288,14 +288,14 @@ def synthesize(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.by == "training" and (keys or args.dry_run):
         typed = {key: name for name, key in OF_MODEL.items()}
         option = next((f"--{typed.get(key, key).replace('_', '-')}" for key in keys), "--dry-run")
-        raise ConfigError(f"{option}: is of no use --by training. Leave it out, or type --by inference.")
+        raise ConfigError(f"{option}: is of no use with --by training. Leave it out, or type --by inference.")
     if args.dry_run:
         return _dry_run(args, keys)
     try:
         with Screen(plain_console(stderr=True)) as screen, heard_by(screen):
             path, private = _infer(args, keys) if args.by == "inference" else _with_model(args)
     except KeyboardInterrupt:
-        print("dpllm synthesize: interrupted. The same command goes on where it stopped.", file=sys.stderr)
+        print("dpllm synthesize: interrupted. The same command continues where it stopped.", file=sys.stderr)
         return 1
     record = read_json(path)
     if args.json:
@@ -327,7 +327,7 @@ def _request(args: argparse.Namespace, kind: Any) -> Any:
 
 
 def _infer(args: argparse.Namespace, keys: dict[str, Any]) -> tuple[Path, Path]:
-    """Writes rows by inference; the paths of the record and of the private figures."""
+    """Writes rows by inference; returns the paths of the record and of the private figures."""
     from dpllm.card.inference import RECORD
     from dpllm.recipe.config import around
     from dpllm.releases.inference import infer, private_of

@@ -1,6 +1,6 @@
-"""The recipe: frozen, typed, and closed to keys that nobody reads.
+"""The recipe: frozen, typed, and without unknown keys.
 
-Comes in: a YAML file and command-line overrides. Goes out: one ``RunConfig``. What is in the config is public; this
+Comes in: a YAML file and command-line overrides. Goes out: one ``RunConfig``. Everything in the config is public; this
 module must never see data.
 """
 
@@ -90,7 +90,7 @@ class FrozenConfig(Section):
 
 
 Source = str | list[str]
-"""What ``data.train`` and ``data.eval`` name."""
+"""Value of ``data.train`` and ``data.eval``."""
 
 
 class DataConfig(Section):
@@ -159,7 +159,7 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _builtin_is_public(cls, values: Any) -> Any:
-        """The embedded data are generated, so what is computed from them may be published."""
+        """The builtin data are generated, so figures computed from them may be published."""
         if isinstance(values, dict):
             values = dict(values)
             for source, flag in (("train", "public"), ("eval", "eval_public")):
@@ -187,7 +187,7 @@ class DataConfig(Section):
     def _one_or_several(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
         try:
             source = read(value)
-        except ValidationError:  # one line for each of the types that it might have been
+        except ValidationError:  # would give one error for each possible type
             source = []
         if source == [] or value == "":
             raise ValueError("should be a file, directory, glob or Hub id, or a list of them")
@@ -213,7 +213,7 @@ class DataConfig(Section):
                 "should hold {prompt}, then {completion}, each once, no other field, and end there: the end token follows"
             )
         if re.search(r"\{\{(prompt|completion)\}\}", value) or not re.sub(r"[\n\t]", "", value).isprintable():
-            raise ValueError("should hold single braces, and no control or half character beside line ends and tabs")
+            raise ValueError("should have single braces, and only printable characters besides line ends and tabs")
         if "\\n" in value:
             raise ValueError(
                 'has a backslash and an n, not a line end; write it in double quotes, as "{prompt}\\n{completion}"'
@@ -234,30 +234,30 @@ class DataConfig(Section):
     def _unit(self) -> DataConfig:
         if self.unit != "example" and self.unit in self.control:
             raise ValueError(
-                f"data.control names {self.unit!r}, the unit column: texts would be asked for by person, and the names of "
+                f"data.control names {self.unit!r}, the unit column: texts would be requested by person, and the names of "
                 "people would have to be public; remove it from data.control"
             )
         if self.unit == "example" and self.max_examples_per_unit is not None:
             raise ValueError("max_examples_per_unit needs data.unit: <column>; with unit: example remove it")
         if self.unit == "example" and self.sampling == "example":
-            raise ValueError("sampling: example needs data.unit: <column>; where each row is a unit they are the same")
+            raise ValueError("sampling: example needs data.unit: <column>; if each row is a unit they are the same")
         if self.unit != "example" and self.max_examples_per_unit is None:
-            raise ValueError("data.unit: <column> needs data.max_examples_per_unit, the most rows one unit may bring")
+            raise ValueError("data.unit: <column> needs data.max_examples_per_unit, the most rows of one unit")
         if self.owners == "several":
             self._check_owners()
         if self.label_epsilon is not None and self.label_record is None:
-            raise ValueError("label_epsilon is what data.label_record says; name the record, or remove it")
+            raise ValueError("label_epsilon is set by data.label_record; name the record, or remove label_epsilon")
         return self
 
     @property
     def relation(self) -> Neighbours:
-        """The neighbouring relation: of a counted or declared size, or of public owners."""
+        """The neighbouring relation, by whether the size is counted or declared, or owners are public."""
         if self.owners == "several":
             return "zero_out_public_graph"
         return "zero_out" if self.public_size is None else "add_or_remove_one"
 
     def slots_each(self, repetitions: int) -> int:
-        """Slots in N of one candidate canary of so many repetitions: one where whole units are drawn."""
+        """Slots in N of one candidate canary: one for each repetition if rows are sampled, else one."""
         return repetitions if "example" in (self.unit, self.sampling) else 1
 
     def _check_owners(self) -> None:
@@ -298,7 +298,7 @@ class RunConfig(Section):
 
     @property
     def flaw(self) -> str | None:
-        """Why a run of this recipe has no guarantee; None: it has one."""
+        """Why a run of this recipe has no guarantee; None if it has one."""
         if not self.privacy.enabled:
             return "it was trained without differential privacy"
         if self.privacy.insecure_seed is not None:
@@ -307,7 +307,7 @@ class RunConfig(Section):
 
     @property
     def deviations(self) -> list[str]:
-        """What the card names although the guarantee holds."""
+        """Deviations that the card names although the guarantee holds."""
         notes: list[str] = []
         if self.flaw is not None:
             return notes
@@ -345,7 +345,7 @@ class RunConfig(Section):
 
     @property
     def objective(self) -> Objective:
-        """What is learned of each example."""
+        """The training objective of each example."""
         train, epsilon = self.train, self.data.label_epsilon
         return Objective(train.objective, train.beta, flip_probability(epsilon) if epsilon else train.label_smoothing)
 
@@ -358,7 +358,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         overrides: Dotted key -> value, as ``section.parse_overrides`` returns them.
 
     Raises:
-        ConfigError: Missing file, broken or unclear YAML, unknown key, wrong type or impossible value; one line for each.
+        ConfigError: The file is missing, YAML is broken or unclear, or a key or value is not allowed; one line for each.
     """
     return make_config(read_recipe(Path(path)), overrides, str(path))
 
@@ -369,12 +369,12 @@ OF_DATA = {
     "dataset": "privacy.dataset",
     "ledger": "privacy.ledger",
 }
-"""Option of what is released of data -> the key of the recipe that it sets; with a model, ``OF_MODEL``."""
+"""Option of a release of data -> the recipe key that it sets; with a model, ``OF_MODEL``."""
 OF_MODEL = {**OF_DATA, "model": "model.name_or_path"}
 
 
 def around(source: str, keys: Mapping[str, Any], command: str) -> RunConfig:
-    """The recipe of a file (.yaml) with these keys; or a recipe around data, of which only the keys are read.
+    """The recipe of a YAML file with these keys; or a minimal recipe for other data, with these keys.
 
     Raises:
         ConfigError: See ``load_config``; or no model is named.
@@ -382,13 +382,13 @@ def around(source: str, keys: Mapping[str, Any], command: str) -> RunConfig:
     if Path(source).suffix in (".yaml", ".yml"):
         return load_config(source, dict(keys))
     if "model.name_or_path" not in keys:
-        raise ConfigError(f"{command} reads text by a model, and none is named. Type --model NAME, or a recipe.")
+        raise ConfigError(f"{command} reads text with a model, but none is named. Type --model NAME, or a recipe.")
     raw: dict[str, Any] = {"model": {}, "data": {"train": source}, "train": {"steps": 1}, "output_dir": "none"}
     return make_config(raw, keys, source)
 
 
 def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, origin: str) -> RunConfig:
-    """The recipe of a mapping of sections, with overrides; errors name ``origin``. See ``load_config``."""
+    """The recipe from a mapping of sections, with overrides; errors name ``origin``. See ``load_config``."""
     changes = dict(overrides or {})
     if "audit.canaries" in changes and changes["audit.canaries"] is None:
         changes.setdefault("audit.gradient_canaries", 0)
@@ -407,5 +407,5 @@ def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, origin
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved recipe as YAML, every default written out."""
+    """The resolved recipe as YAML, with every default."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

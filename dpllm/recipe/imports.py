@@ -1,7 +1,7 @@
-"""A configuration of LLaMA-Factory, axolotl or TRL as a recipe: what carries over, and what has no private counterpart.
+"""Converts a configuration of LLaMA-Factory, axolotl or TRL to a recipe, and reports what has no private counterpart.
 
-Comes in: their YAML file. Goes out: a recipe that parses, and a line for each of their keys. ``imports.yaml`` says where a key
-goes, or why it goes nowhere. No data are opened; LLaMA-Factory's dataset_info.json names them.
+Comes in: their YAML file. Goes out: a recipe that parses, and a line for each of their keys. ``imports.yaml`` maps each key to a
+recipe key, or says why there is none. Opens no data; LLaMA-Factory's dataset_info.json names them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ TABLES: Json = read_recipe(Path(__file__).with_name("imports.yaml"))
 
 @dataclass
 class Imported:
-    """A configuration of another tool and the recipe that is made of it, key by key."""
+    """A configuration of another tool and the recipe made from it, key by key."""
 
     path: Path
     tool: str
     special: Json = field(default_factory=dict)  # "@..." of imports.yaml -> value
-    shown: dict[str, str] = field(default_factory=dict)  # the same -> their key with its value, until a line reports it
+    shown: dict[str, str] = field(default_factory=dict)  # the same -> their key and value, until reported
     values: Json = field(default_factory=dict)  # the recipe's key -> value
     carried: list[str] = field(default_factory=list)
     omitted: list[str] = field(default_factory=list)
     recipe: str = ""  # YAML, at the end
 
     def carry(self, word: str, key: str, value: Any) -> None:
-        """Sets a recipe's key by their key for ``word``, and reports it."""
+        """Sets a recipe key from their key for ``word``, and reports it."""
         self.values[key] = value
         self.carried.append(f"{self.shown.pop(word)} -> {key}: {value}")
 
@@ -47,7 +47,7 @@ class Imported:
         self.omitted.append(f"{self.shown.pop(word).partition(': ')[0]}: {why}")
 
     def drop(self, *keys: str, why: str) -> None:
-        """Removes what was carried to keys with these prefixes, and reports why."""
+        """Removes recipe keys with these prefixes, and reports why."""
         for key in [key for key in self.values if key.startswith(keys)]:
             del self.values[key]
         for line in [line for line in self.carried if line.partition(" -> ")[2].startswith(keys)]:
@@ -71,7 +71,7 @@ def _optimizer(value: Any) -> str:
 
 
 def _schedule(value: Any) -> str:
-    """By the complete name: cosine_with_min_lr is another curve than cosine."""
+    """Compares the complete name: cosine_with_min_lr is a different curve from cosine."""
     name = str(value).lower().removesuffix("_with_warmup")
     if name in ("linear", "cosine", "constant"):
         return name
@@ -106,7 +106,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     ),
     "adapter.use_dora": partial(_off, why="DoRA's magnitude has no per-example gradient to clip; LoRA and rsLoRA have"),
     "adapter.last_blocks": _whole_number,
-    "adapter.r": lambda value: int(str(value)),  # of "8" too, and not of 8.5
+    "adapter.r": lambda value: int(str(value)),  # accepts "8", but not 8.5
     "data.columns": lambda value: {"text": value} if value != "text" else None,
     "train.learning_rate": float,
     "train.weight_decay": float,
@@ -122,14 +122,14 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     "model.gradient_checkpointing": bool,
     "model.adapter": _one_adapter,
 }
-"""Our key -> its value from theirs; None where there is nothing to set."""
+"""Recipe key -> conversion of their value; None if there is nothing to set."""
 
 
 def import_config(path: Path) -> Imported:
-    """Reads a configuration of another tool and makes a recipe of it.
+    """Converts a configuration of another tool to a recipe.
 
     Raises:
-        ConfigError: No YAML, of none of the three tools, trains on preferences or rewards, or names no model or data.
+        ConfigError: The file is not YAML or not of these tools, trains on preferences or rewards, or names no model or data.
     """
     raw = {key: value for key, value in read_recipe(path).items() if value is not None}
     draft = Imported(path, _tool(path, raw))
@@ -169,7 +169,7 @@ def _tool(path: Path, raw: Json) -> str:
 
 
 def _outside(key: str, value: Any) -> bool:
-    """Whether a key belongs to training on preferences or rewards; 0 is a value too."""
+    """Whether a key belongs to training on preferences or rewards; 0 counts as a value."""
     if key in ("loss_type", "stage"):
         return not str(value).startswith(tuple(TABLES["supervised"].split()))
     names = TABLES["outside"].split()
@@ -185,13 +185,13 @@ def _refuse(path: Path, sign: str) -> None:
 
 
 def _carry(draft: Imported, key: str, value: Any, note: str) -> None:
-    """Carries one key with its value to the recipe's key, or to those that several keys decide, or leaves it out."""
+    """Converts one key to a recipe key, or stores it for recipe keys that depend on several, or leaves it out."""
     recipe_key = TABLES[draft.tool].get(key) or TABLES["trainer"].get(key)
     shown = key if isinstance(value, list | dict) else f"{key}: {value}{note}"
     try:
         if recipe_key is None:
             raise _NotCarried(_reason(key))
-        if isinstance(recipe_key, dict):  # a flag that stands for a value
+        if isinstance(recipe_key, dict):  # a flag that means a value
             ((recipe_key, converted),) = recipe_key.items()
             converted = "auto" if value == "auto" else converted if value else None
         else:
@@ -302,5 +302,5 @@ def _to_yaml(draft: Imported) -> str:
         section, _, name = key.rpartition(".")
         (recipe.setdefault(section, {}) if section else recipe)[name] = value
     recipe["output_dir"] = recipe.pop("output_dir", f"runs/{draft.path.stem}")
-    make_config(recipe, None, str(draft.path))  # refuses what no recipe may hold
+    make_config(recipe, None, str(draft.path))  # refuses invalid recipes
     return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)

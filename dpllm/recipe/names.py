@@ -1,7 +1,7 @@
-"""Names and recipes as they may be published: paths cut to their last part, without what could be used against the run.
+"""Names and recipes in publishable form: without directories, and without keys that could be used against the run.
 
-Comes in: strings, JSON values that hold some, a ``RunConfig``. Goes out: the same without directories; digests. Must not open
-any file.
+Comes in: strings, JSON values that contain strings, a ``RunConfig``. Goes out: the same without directories; digests. Must not
+open any file.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dpllm.recipe.sections import CardConfig, TelemetryConfig
 
 DATA_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".bz2", ".xz", ".zst"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# At least one directory deep, and behind what may stand before a path: "data (1)/notes" is a relative one, like a part of a URL.
+# At least one directory deep, and after a character that can precede a path: "data (1)/notes" is relative, like part of a URL.
 _ABSOLUTE_PATH = re.compile(r"(?<![^\s'\"`(\[{<>=,;|])(?:file://)?(?:~|[A-Za-z]:)?[/\\][^\s'\"`,;:()]+")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name has the form of a Hugging Face repository and is no local path."""
+    """Whether a name has the form of a Hugging Face repository and is not a local path."""
     return (
         _HUB_ID.fullmatch(name) is not None
         and Path(name).suffix.lower() not in DATA_SUFFIXES
@@ -51,15 +51,15 @@ def is_absolute(name: str) -> bool:
 
 
 def shown(name: str) -> str:
-    """The name of a file with _ for letters that are not printable, and before what looks like an absolute path."""
+    """A file name with _ in place of unprintable characters, and with _ before a name that looks like an absolute path."""
     visible = "".join(letter if letter.isprintable() else "_" for letter in name)
     return f"_{visible}" if is_absolute(visible) else visible
 
 
 def without_paths(value: Any) -> Any:
-    """The same JSON value with every absolute local path in its strings cut to its last part.
+    """A copy of a JSON value in which every absolute local path in a string is cut to its last part.
 
-    The name of a ``dataset`` that is no such path stays as it is: the ledger knows the account by no other.
+    The name of a ``dataset`` that is not itself such a path is kept, since it is the name of the ledger's account.
     """
     if isinstance(value, str):
         return _ABSOLUTE_PATH.sub(lambda match: last_part(match[0]), value)
@@ -76,15 +76,15 @@ def without_paths(value: Any) -> Any:
 
 
 def is_builtin(name: str) -> bool:
-    """Whether a recipe's value names something embedded, known or not."""
+    """Whether a recipe's value starts with builtin:, whether or not it exists."""
     return name.startswith("builtin:")
 
 
 def publishable(config: RunConfig) -> RunConfig:
     """The recipe without keys that a reader cannot use, or could use against the run.
 
-    Local paths are cut to their last part; the ledger's address, which may hold a password, and the directory of metrics
-    are left out; a seed of the noise, with which the noise can be taken off, becomes 0. A card says the same of it, byte for
+    Local paths are cut to their last part; the ledger's address, which may contain a password, and the directory of metrics are
+    removed; a seed of the noise, by which the noise could be subtracted, becomes 0. The card of the result is the same, byte for
     byte.
     """
     sources = {
@@ -110,7 +110,7 @@ def publishable(config: RunConfig) -> RunConfig:
 def digest(config: RunConfig) -> str:
     """SHA-256 of the publishable recipe, without output_dir and with every name of a model or dataset cut to its last part.
 
-    So it does not depend on where the run, its data or its model lie, and says that two runs had the same settings.
+    It does not depend on the location of the run, its data or its model; equal digests mean equal settings.
     """
     recipe = publishable(config).model_dump(mode="json", exclude_defaults=True)
     recipe.setdefault("adapter", {})["method"] = config.adapter.method
@@ -132,7 +132,7 @@ def _each(change: Callable[[str], str], source: Source) -> Source:
 
 
 def of_training(config: RunConfig) -> str:
-    """The digest of what trained, as run.json keeps it: without card, telemetry, intervals and speed."""
+    """The digest of the settings that affect training, for run.json: without card, telemetry, intervals and speed."""
     trained = config.changed(
         {
             "card": CardConfig(),

@@ -1,7 +1,7 @@
-"""What a section of a recipe is, and how it speaks: its keys with their meaning, and what is wrong with a given one.
+"""Sections of a recipe in general: reading them, listing their keys, and explaining errors.
 
-Comes in: YAML, words of the command line, types, and pydantic's errors. Goes out: values, and lines for people. Must not know
-which sections there are.
+Comes in: YAML, command-line arguments, types, and pydantic's errors. Goes out: values, and lines for people. Must not know which
+sections exist.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     def changed(self, values: Mapping[str, Any]) -> Self:
-        """A copy with other values at dotted keys, as in ``config.changed({"privacy.epsilon": 3.0})``; they are not checked.
+        """A copy with new values at dotted keys, as in ``config.changed({"privacy.epsilon": 3.0})``; they are not checked.
 
         Raises:
-            KeyError: No such key, or its section is null.
+            KeyError: There is no such key, or its section is null.
         """
         update: dict[str, Any] = {}
         for key, value in values.items():
@@ -43,7 +43,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _flag_is_no_number(cls, values: Any) -> Any:
-        """Left alone, pydantic reads ``epsilon: yes`` as 1.0 and ``public: 1`` as true."""
+        """Without this check, pydantic reads ``epsilon: yes`` as 1.0 and ``public: 1`` as true."""
         for key, field in cls.model_fields.items() if isinstance(values, dict) else ():
             if key in values and (field.annotation is bool) != isinstance(values[key], bool):
                 expected = "true or false" if field.annotation is bool else "something other than true or false"
@@ -54,7 +54,7 @@ class Section(BaseModel):
 
 
 def number_or_auto(of: str, largest: int | None = None) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
-    """Reads a positive number of something, or auto; a wrong value is one line, not one for each of the two types."""
+    """Reads a positive whole number, or auto; a wrong value gives one error, not one for each type."""
     limit = " or more" if largest is None else f" to {largest:,}"
 
     def read_either(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
@@ -67,13 +67,13 @@ def number_or_auto(of: str, largest: int | None = None) -> Callable[[Any, Valida
 
 
 class UnclearYAML(yaml.YAMLError):
-    """YAML with a key that stands twice, or with anchors or a depth that could exhaust memory."""
+    """YAML with a duplicate key, or with anchors or a depth that could exhaust memory."""
 
 
 class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
-        if event.anchor is not None:  # of an alias too
+        if event.anchor is not None:  # aliases have it too
             raise UnclearYAML(
                 f"line {event.start_mark.line + 1} has an anchor or an alias (& or *), with which a few lines can expand beyond "
                 "memory. Write the value itself."
@@ -85,7 +85,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
             if not isinstance(key, Hashable):
-                continue  # which YAML's own check refuses
+                continue  # PyYAML refuses it below
             if key in lines:
                 raise UnclearYAML(
                     f"the key {key!r} appears twice, in lines {lines[key]} and {line}, and the run could use only one of the "
@@ -96,21 +96,21 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """The value of a YAML text.
+    """Parses a YAML text.
 
     Raises:
-        YAMLError: It is no YAML; ``UnclearYAML`` where a key stands twice, or for an anchor or an endless depth.
+        YAMLError: The text is not YAML; ``UnclearYAML`` for a duplicate key, an anchor or too deep nesting.
     """
     try:
         return yaml.load(text, _Loader)  # a safe loader
     except RecursionError:
         raise UnclearYAML("is nested too deeply. A recipe is sections of keys: write only those.") from None
-    except ValueError as error:  # such as a date that is none
+    except ValueError as error:  # such as an impossible date
         raise yaml.YAMLError(str(error)) from None
 
 
 def _file(path: Path) -> Path:
-    """The file of a recipe: builtin:lora/e2e.yaml is in the wheel, or in the repository that dpllm was installed from."""
+    """The file of a recipe; builtin:lora/e2e.yaml is in the wheel, or in the repository of an editable installation."""
     name = str(path)
     if not name.startswith("builtin:"):
         return path
@@ -119,20 +119,20 @@ def _file(path: Path) -> Path:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The values of a recipe's file, unchecked.
+    """The values of a recipe file, unchecked.
 
     Raises:
-        ConfigError: Missing file, broken or unclear YAML.
+        ConfigError: The file is missing, or its YAML is broken or unclear.
     """
     try:
         raw = read_yaml(_file(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: no such recipe. Recipes lie under recipes/, such as recipes/lora/e2e.yaml; away from the repository "
+            f"{path}: no such recipe. Recipes are under recipes/, such as recipes/lora/e2e.yaml; outside the repository "
             "type builtin:lora/e2e.yaml."
         ) from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}: is a directory, and a recipe is a YAML file. Type the file.") from None
+        raise ConfigError(f"{path}: is a directory, but a recipe is a YAML file. Type the file.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a recipe ({type(error).__name__}).") from None
     except UnclearYAML as error:
@@ -142,7 +142,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         position = f" at line {mark.line + 1}" if mark else ""
         if mark and mark.buffer and mark.buffer[mark.pointer : mark.pointer + 1] == "\t":
             raise ConfigError(
-                f"{path}: has a tab{position}, which YAML does not take for spaces. Type spaces there."
+                f"{path}: has a tab{position}, which YAML does not accept as spaces. Type spaces there."
             ) from None
         raise ConfigError(f"{path}: is not valid YAML{position}.") from None
     if not isinstance(raw, dict):
@@ -172,7 +172,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """The value of a word of the command line; a name of a file stays as typed, where YAML would read "notes #1" as notes."""
+    """The value of a command-line argument; file names are kept as typed, since YAML would read "notes #1" as notes."""
     try:
         value = read_yaml(text)
     except yaml.YAMLError:
@@ -183,7 +183,7 @@ def _value(text: str) -> Any:
 
 
 def describe(section: type[Section], prefix: str = "") -> str:
-    """Every key of a recipe, or of a section of it, with its default and meaning."""
+    """Every key of a recipe or section, with its default and meaning."""
     lines = []
     for key, field in section.model_fields.items():
         nested = sections_of(field.annotation)
@@ -204,13 +204,13 @@ def sections_of(annotation: Any) -> list[type[Section]]:
 
 
 def explain(error: ValidationError, recipe: type[Section]) -> list[str]:
-    """One line for each problem of a recipe: key, what is wrong, the nearest right spelling."""
+    """One line for each problem of a recipe: key, problem, and the closest known key."""
     lines = []
     for problem in error.errors(include_url=False):
         *parents, last = [str(part) for part in problem["loc"]] or ["recipe"]
         sections, shown = [recipe], list[str]()
         for part in parents:
-            # pydantic puts the chosen branch of a union into the path, which users never typed.
+            # pydantic's path contains the chosen branch of a union, which users never typed.
             if branch := [s for s in sections if "method" in s.model_fields and part in _choices(s)]:
                 sections = branch
             elif part in _fields(sections):

@@ -1,6 +1,6 @@
 """The sections privacy, train, audit, card and telemetry of a recipe, and csv of its data.
 
-Comes in: values of a YAML file. Goes out: one frozen value for each section. Knows neither data nor scores nor coins.
+Comes in: values of a YAML file. Goes out: one frozen value for each section. Must not know data, scores or coins.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True)
 class Objective:
-    """What is learned of an example, the next token of a text or the preference between two answers, and what follows from it."""
+    """The training objective: the next token of a text, or the preference between two answers."""
 
     name: Literal["likelihood", "dpo", "cdpo", "ipo"]
     beta: float
@@ -175,27 +175,27 @@ class Objective:
 
     @property
     def rows_each(self) -> int:
-        """Texts of an example, which are in one pass, and secrets of a canary."""
+        """Number of texts of an example, all in one pass, and of secrets of a canary."""
         return 1 if self.name == "likelihood" else 2
 
     def learns_from(self, fmt: str) -> bool:
-        """Whether rows of a format, see ``text.layouts``, are such examples."""
+        """Whether rows of a format, see ``text.layouts``, suit this objective."""
         return (fmt == "preference") == (self.rows_each == 2)
 
     def reference(self, adapter: str | None) -> str | None:
-        """The adapter over which scores are gains, of a run that began with ``adapter``; None: over the base model."""
+        """The adapter of the reference policy in a run that starts from ``adapter``; None: the base model."""
         return adapter if self.rows_each == 2 else None
 
     def loss(self) -> ExampleLoss:
-        """The function from the losses of a pass's tokens to one loss for each example."""
-        from dpllm.privacy.loss import likelihood  # which loads torch
+        """The function from the token losses of a pass to one loss for each example."""
+        from dpllm.privacy.loss import likelihood  # imports torch
         from dpllm.privacy.preference import PairLoss
 
         return likelihood if self.name == "likelihood" else PairLoss(self.name, self.beta, self.flip)
 
     @property
     def wrong_labels(self) -> str | None:
-        """How the loss treats wrong labels; None without any."""
+        """How the loss treats wrong labels; None if there are none."""
         if not self.flip:
             return None
         treatment = "learns a soft label" if self.name == "cdpo" else "is debiased"
@@ -203,7 +203,7 @@ class Objective:
         return f"wrong with probability {self.flip:.3g}; the loss of {self.name} {treatment}{caveat}"
 
     def check(self, fmt: str, long_examples: str, label_record: str | None) -> None:
-        """Refuses keys of the section data that do not go with it, and labels of texts, which have none, with a ValueError."""
+        """Raises ValueError for keys of the section data that do not suit it, and for labels of texts, which have none."""
         pairs = self.rows_each == 2
         if self.flip and not pairs:
             raise ValueError(
@@ -213,7 +213,7 @@ class Objective:
             fix = "set train.objective: dpo and data.format: preference, or neither"
             raise ValueError(f"train.objective: {self.name} does not learn from data.format: {fmt}; {fix}")
         if pairs and long_examples == "chunk":
-            raise ValueError("data.long_examples: chunk would tear the answers of a pair apart; set it to truncate")
+            raise ValueError("data.long_examples: chunk would split the answers of a pair; set it to truncate")
         if label_record is not None and (self.flip or not pairs):
             raise ValueError(
                 "data.label_record is about the labels of preference pairs and sets how often they are wrong; set "
@@ -222,14 +222,14 @@ class Objective:
 
 
 def default_ways(candidates: int) -> dict[str, list[int]]:
-    """The tests of a group of so many canaries, planted or not, as ``dpllm.auditing.bounds.epsilon_lower_bound`` takes them.
+    """The tests for a group of ``candidates`` canaries, planted or not, for ``dpllm.auditing.bounds.epsilon_lower_bound``.
 
     References:
-        ``scripts/audit_mechanisms.py``, by whose table in benchmarks/NOTES.md they were chosen.
+        They were chosen by the table of ``scripts/audit_mechanisms.py`` in benchmarks/NOTES.md.
     """
     root = math.sqrt(candidates)
     few, near, far = round(root), round(4 * root), min(round(16 * root), candidates)
-    if candidates < 64:  # near would be more than half of them, and hardly another test
+    if candidates < 64:  # near would be more than half of them, almost the same test as far
         return {"falling": [far] if far else [], "falling_in": [few] if few <= candidates // 2 and few else []}
     return {"falling": [near, far], "falling_in": [few, near]}
 
@@ -256,7 +256,7 @@ class CanaryConfig(Section):
 
     @classmethod
     def usual_groups(cls, max_examples_per_unit: int | None) -> dict[int, int]:
-        """Those of ``groups`` by default whose copies a unit may hold."""
+        """Default ``groups`` whose copies fit into a unit."""
         return {copies: number for copies, number in cls().groups.items() if copies <= (max_examples_per_unit or 32)}
 
     @model_validator(mode="after")

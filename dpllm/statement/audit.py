@@ -1,7 +1,7 @@
-"""audit.json as one typed record: what an audit of a run found.
+"""audit.json as one typed record: the results of an audit.
 
-Comes in: a JSON value. Goes out: an ``AuditRecord``, or one line that says which field is wrong; the JSON Schema of all that may
-stand there. Must not know how a figure is computed, worded or checked. Torch is not imported.
+Comes in: a JSON value. Goes out: an ``AuditRecord``, or one line that names a wrong field; the JSON Schema of audit.json. Must
+not know how a figure is computed, worded or checked, nor import torch.
 """
 
 from __future__ import annotations
@@ -348,20 +348,20 @@ def read_audit(path: Path) -> AuditRecord:
     """Reads audit.json.
 
     Raises:
-        ConfigError: Missing or damaged file; which field is wrong is said.
+        ConfigError: The file is missing or damaged; the message names a wrong field.
     """
     return parse_audit(read_json(path), str(path))
 
 
 def parse_audit(value: object, name: str) -> AuditRecord:
-    """A JSON value as the audit that it is.
+    """Parses the JSON value of audit.json.
 
     Args:
-        value: Of audit.json.
-        name: How the refusal calls the file.
+        value: Content of audit.json.
+        name: Name of the file in errors.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The value is not an audit.
     """
     try:
         return AuditRecord.model_validate_json(json.dumps(value))

@@ -1,4 +1,4 @@
-"""What an audit tests and certifies: the claim that a canary is under, and bounds on epsilon from canaries and gradient canaries.
+"""What an audit tests and certifies: the claim for a canary, and bounds on epsilon from canaries and gradient canaries.
 
 Comes in: the figures of a Plan; JSON. Goes out: claims, and records of bounds. Must not know how a bound is computed.
 """
@@ -42,17 +42,17 @@ class Claim:
     """Whom it protects."""
 
     def units(self, repetitions: int) -> int:
-        """How many privacy units a canary with so many repetitions holds: one each where rows are the unit, else one."""
+        """Number of privacy units of a canary: one for each repetition if rows are the unit, else one."""
         return repetitions if self.unit == "example" else 1
 
     def of(self, repetitions: int) -> GroupClaim:
-        """The claim that a canary with so many repetitions is under."""
+        """The claim for a canary with this number of repetitions."""
         return group_claim(self.epsilon, self.delta, self.units(repetitions))
 
     def limits(self, repetitions: int, mechanism: Mapping[str, float | None] | None) -> dict[str, float]:
-        """What no attack on such a canary can exceed, see ``attacker_limits``.
+        """Limits on any attack on a canary with this number of repetitions, see ``attacker_limits``.
 
-        ``whole`` is the same of one unit from the whole mechanism, which says more than one (epsilon, delta); None: not known.
+        ``mechanism``: limits for one unit from the whole mechanism, tighter than from one (epsilon, delta); None: not known.
         """
         target = self.of(repetitions)
         mechanism_limits = (mechanism or {}) if self.units(repetitions) == 1 else {}
@@ -61,7 +61,7 @@ class Claim:
 
 
 def group_claim(epsilon: float, delta: float, repetitions: int) -> GroupClaim:
-    """What a claim for one row promises for a canary that holds ``repetitions`` of them.
+    """The claim for ``repetitions`` rows that follows from a claim for one row.
 
     Guarantee:
         A mechanism that is (epsilon, delta)-DP for one row is (k epsilon, delta (1 + e^eps + ... + e^((k - 1) eps)))-DP
@@ -87,7 +87,7 @@ def group_claim(epsilon: float, delta: float, repetitions: int) -> GroupClaim:
         return GroupClaim(epsilon * repetitions, delta, repetitions)
     if epsilon == math.inf:
         return GroupClaim(math.inf, 1.0, repetitions)
-    # The largest term first, e^((k - 1) eps), and the others as shares of it; at most 1 before anything overflows.
+    # Factor out the largest term, e^((k - 1) eps), and cap the logarithm at 0 before anything can overflow.
     shares = repetitions if epsilon == 0 else math.expm1(-repetitions * epsilon) / math.expm1(-epsilon)
     log_delta = math.log(delta) + (repetitions - 1) * epsilon + math.log(shares)
     return GroupClaim(epsilon * repetitions, math.exp(min(0.0, log_delta)), repetitions)

@@ -1,7 +1,7 @@
-"""What an audit found, as rows: each is told once, for the card and for the screen.
+"""The findings of an audit as rows, with one wording for the card and for the terminal.
 
-Comes in: parts of an audit, as privacy.json or audit.json holds them. Goes out: rows of a label, a value and what it means;
-tables of attacks and of secrets. Plain text: must not know Markdown, nor how wide a screen is.
+Comes in: parts of an audit from privacy.json or audit.json. Goes out: rows of a label, a value and its meaning; tables of attacks
+and of secrets. Plain text: must not know Markdown or the width of a terminal.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def findings(
 
     Args:
         lower: The lower bound.
-        controls: Of the audit.
-        gradient: What gradient canaries showed; None: there were none.
-        beside: What else is known of epsilon, to end the sentence about the bound.
+        controls: Controls of the audit.
+        gradient: Results of gradient canaries; None: there were none.
+        beside: The end of the sentence about the bound: what else is known about epsilon.
         thing: What is sampled: row or unit.
-        planned: Steps of the run.
+        planned: Number of planned steps.
     """
     at = f" at δ = {number_text(lower.delta)}"
     right, guessed = count(lower.correct or 0), count(lower.best_guesses or 0)
@@ -121,7 +121,7 @@ def _gradient(audit: GradientAudit, thing: str, planned: int) -> list[Row]:
 
 
 def attacks(named_attacks: Iterable[tuple[str, Attack]], *, claimed: bool = True) -> Table:
-    """Membership of planted canaries, by attacks on groups of them; beside what epsilon allows where it is ``claimed``."""
+    """Membership attacks on groups of canaries, with the limits that epsilon sets if a guarantee is ``claimed``."""
     rows: list[tuple[str, ...]] = []
     sure = 0.0
     for name, attack in named_attacks:
@@ -144,7 +144,7 @@ def attacks(named_attacks: Iterable[tuple[str, Attack]], *, claimed: bool = True
 
 
 def secrets(exposure: Mapping[str, Exposure], extraction: Mapping[str, Extraction]) -> Table:
-    """What becomes of planted secrets, by how often each was planted."""
+    """Exposure and extraction of planted secrets, by number of copies."""
     rows: list[tuple[str, ...]] = []
     for group in by_number(exposure):
         exposed, extracted = exposure[group], extraction[group]

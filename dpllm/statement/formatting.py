@@ -1,6 +1,6 @@
-"""Numbers and names as a card shows them, bounds rounded up; and the templates that hold its words.
+"""Formats numbers and names for cards, with bounds rounded up; loads the templates of their texts.
 
-Comes in: values of a run. Goes out: short strings, templates. Must not open any file but these.
+Comes in: values of a run. Goes out: short strings, templates. Must not open any other file.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dpllm.privacy.limits import rounded_up
 TEMPLATES = Path(__file__).parent / "templates"
 NOT_MEASURED = "not measured"
 _MARKDOWN = re.compile(r"[\\`*\[\]~$]|(?<!\w)_|_(?!\w)|&(?=#?\w+;)|^[#>+-]")
-"""What Markdown, or the mathematics of the Hub, would take for more than a letter."""
+"""Characters with a meaning in Markdown or in mathematics on the Hub."""
 
 
 def html_table(title: str, rows: Mapping[str, object]) -> str:
-    """What a notebook shows of a value: a title, and names beside values; None is left out."""
+    """An HTML table for notebooks: a title, and one row for each name and value; None is left out."""
     cells = "".join(
         f"<tr><th style='text-align:left'>{html.escape(name)}</th><td style='text-align:left'>{html.escape(str(value))}</td></tr>"
         for name, value in rows.items()
@@ -35,12 +35,12 @@ def html_table(title: str, rows: Mapping[str, object]) -> str:
 
 
 def bound(value: float, digits: int = 4) -> str:
-    """An upper bound, rounded up to some significant digits, so that the rounded sentence is still true."""
+    """An upper bound, rounded up to ``digits`` significant digits, so that the rounded statement is still true."""
     return number_text(rounded_up(value, digits)) if value else str(value)
 
 
 def bound_or_infinite(value: float | None, digits: int = 4) -> str:
-    """The same; "infinite" for None."""
+    """``bound``, with "infinite" for None."""
     return "infinite" if value is None else bound(value, digits)
 
 
@@ -55,7 +55,7 @@ def limit_text(name: str, value: float | None) -> str:
 
 
 def number_text(value: float | int | None) -> str:
-    """A number in full: the shortest text that reads back as the same number."""
+    """A number in full precision: the shortest text that parses to the same number."""
     if value is None:
         return NOT_MEASURED
     return repr(int(value)) if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15) else repr(value)
@@ -87,7 +87,7 @@ def share(value: float | None) -> str:
 
 
 def percent(value: float) -> str:
-    """A share chosen beforehand, such as a confidence, as a percentage."""
+    """A share that was chosen in advance, such as a confidence level, as a percentage."""
     return f"{100 * value:g}%"
 
 
@@ -102,29 +102,29 @@ def line(value: object) -> str:
 
 
 def cell(value: object) -> str:
-    """Text that stays inside its cell of a Markdown table."""
+    """Text for one cell of a Markdown table, which it cannot leave."""
     return _prose(visible(value)).replace("|", "\\|")
 
 
 def code(value: object) -> str:
-    """A name in a code span, in a table or outside, which it cannot end."""
+    """A name in a code span, which it cannot end, inside or outside a table."""
     name = visible(value).replace("`", "'") or "?"
     return "`" + re.sub(r"\\*\|", r"\\|", name) + "`"
 
 
 def visible(value: object) -> str:
-    """Text on one line, without letters that nobody sees or that turn the others around."""
+    """Text on one line, without invisible characters or ones that reverse the text direction."""
     line = " ".join(str(value).split())
     return "".join(character for character in line if unicodedata.category(character) not in ("Cc", "Cf")).strip()
 
 
 def _prose(text: str) -> str:
-    """Text that Markdown shows as it stands: no image, link, emphasis or heading begins in it."""
+    """Escapes Markdown, so that no image, link, emphasis or heading begins in the text."""
     return _MARKDOWN.sub(r"\\\g<0>", text)
 
 
 def tier(epsilon: float) -> str:
-    """How an epsilon is commonly called.
+    """The usual name for the strength of an epsilon.
 
     References:
         Ponomareva et al. 2023, "How to DP-fy ML", section 5.2 (three tiers, as a convention).
@@ -133,12 +133,12 @@ def tier(epsilon: float) -> str:
 
 
 def is_folder_name(source: object) -> bool:
-    """Whether a published name is the last part of a local path: neither ORGANISATION/NAME of the Hub nor builtin:NAME."""
+    """Whether a published name is the last part of a local path, not ORGANISATION/NAME of the Hub or builtin:NAME."""
     return isinstance(source, str) and not re.search("[/:]", source)
 
 
 def by_number(names: Iterable[str]) -> list[str]:
-    """Names that are numbers, the smallest first."""
+    """Numeric names in ascending order."""
     return sorted(names, key=int)
 
 
@@ -151,12 +151,12 @@ def template(name: str) -> Template:
 
 
 def epsilon_in_prose(answer: Mapping[str, Any]) -> str:
-    """The guarantee of one run of DP-SGD in words, with everything that it takes for granted.
+    """The guarantee of one run of DP-SGD in words, with all its assumptions.
 
     Args:
-        answer: What ``dpllm epsilon --json`` prints but for the statement itself.
+        answer: Output of ``dpllm epsilon --json`` without the field ``statement``.
 
     Returns:
-        Paragraphs, separated by empty lines. Epsilons are rounded up.
+        Paragraphs, separated by empty lines; epsilons are rounded up.
     """
     return template("epsilon.txt.j2").render(answer, up=bound_or_infinite)

@@ -1,7 +1,7 @@
-"""What a run starts from, what that says about its own privacy, and what both promise together.
+"""Lineage: the model from which a run starts, that model's privacy statement, and the guarantee of both together.
 
 Comes in: a ``Base``, which ``run.base_model`` reads and checks; the recipe, the ledger, a Plan. Goes out: ``lineage`` of run.json
-and card. One rule: what read the same people is composed by its event; else no total is stated, and why. Must not read a file.
+and card. One rule: runs on the same people are composed by their events; otherwise a reason replaces the total. Reads no file.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ if TYPE_CHECKING:
 
 
 class PromisedEvent(Protocol):
-    """A Plan, texts by inference, or what is asked for: an event, and whom its epsilon protects."""
+    """A Plan, texts by inference, or a request: an event, and whom its epsilon protects."""
 
     @property
     def event(self) -> Event:
-        """What ran, or would run."""
+        """The accounting event."""
 
     @property
     def delta(self) -> float:
-        """At which its epsilon is stated."""
+        """Delta at which its epsilon is stated."""
 
     @property
     def unit(self) -> str:
-        """Whom it protects."""
+        """The privacy unit."""
 
     @property
     def neighbouring_relation(self) -> Relation:
-        """Between which datasets."""
+        """The neighbouring relation."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """The privacy block of a base model or adapter, once it was found to be about these weights.
+    """The privacy statement of a base model or adapter, after checking that it is about these weights.
 
     Attributes:
-        statement: What it says.
-        ancestors: The same of the models before it, the nearest first.
-        weights: Of an adapter, the SHA-256 of its weights.
-        labels: Draws of labels that taught it and the models before it, the latest first.
+        statement: The statement's content.
+        ancestors: Statements of earlier models, the nearest first.
+        weights: For an adapter, the SHA-256 of its weights.
+        labels: Draws of labels on which it and earlier models were trained, the latest first.
     """
 
     statement: Ancestor
@@ -63,7 +63,7 @@ class Base:
 
     @property
     def models(self) -> tuple[Ancestor, ...]:
-        """All of them, the latest first."""
+        """Base and ancestors, the latest first."""
         return (self.statement, *self.ancestors)
 
 
@@ -76,18 +76,18 @@ def compose_with_base(
     book: Ledger | None,
     plan: PromisedEvent | None,
 ) -> Lineage | None:
-    """What a run and the models before it promise together.
+    """The guarantee of a run together with earlier models.
 
     Args:
-        base: Of ``of_base``.
+        base: The base model's statement; None: it has none.
         config: The recipe.
         dataset: The name of its data in the ledger.
-        derived_from: The dataset that is charged instead, where the recipe declares one.
-        book: The ledger that the recipe names; None where there is none yet.
-        plan: The promise; None without differential privacy, or where only refusals are asked for.
+        derived_from: The dataset that is charged instead, if the recipe declares one.
+        book: The ledger that the recipe names; None if it does not exist yet.
+        plan: The promise; None without differential privacy, or if only refusals are needed.
 
     Returns:
-        None without a block; else the common dataset, and the total of all on it or the reason why there is none.
+        None without a base statement; else the common dataset, and the total of all runs on it or the reason why there is none.
 
     Guarantee:
         ``composed`` bounds what all these runs together reveal about one unit of the common dataset: each is an adaptive
@@ -116,12 +116,12 @@ def compose_with_base(
 def together(
     same_data: Sequence[Ancestor], terms: PromisedEvent | None, broken: str | None = None
 ) -> tuple[ComposedLineage | None, str | None]:
-    """Epsilon of a run and of those before it on the same data, at its delta; or why there is none.
+    """Epsilon of a run and of earlier ones on the same data, at the run's delta; or the reason why there is none.
 
     Args:
-        same_data: What the models before it state that learnt the same data.
-        terms: What the run itself promises; None: nothing.
-        broken: Why it gives no guarantee all the same.
+        same_data: Statements of earlier models trained on the same data.
+        terms: The run's own promise; None: it has none.
+        broken: Why the run gives no guarantee despite ``terms``; None: it gives one.
     """
     if not same_data:
         return None, "the runs are on different datasets: each statement is about its own data"
@@ -145,7 +145,7 @@ def together(
 
 
 def of_labels(labels: Labels | None, base: Base | None, book: Ledger | None) -> Labels | None:
-    """The labels of a run with the total of their account: what the ledger, their record and the models before it know."""
+    """The labels of a run with the total of their account, from the ledger, their record and earlier models."""
     if labels is None:
         return None
     account_epsilon = 0.0
@@ -156,7 +156,7 @@ def of_labels(labels: Labels | None, base: Base | None, book: Ledger | None) -> 
 
 
 def why_not(lineage: Lineage | None) -> str | None:
-    """Why a run's own guarantee does not hold because of the models before it; None if it does."""
+    """Why earlier models void a run's own guarantee; None if they do not."""
     for parent in lineage.on_same_data if lineage else ():
         if not parent.guarantee:
             same_data = f"which was trained on the same dataset ({parent.dataset}) without a guarantee"
@@ -165,7 +165,7 @@ def why_not(lineage: Lineage | None) -> str | None:
 
 
 def deviations(lineage: Lineage | None) -> list[str]:
-    """Models before this one that promise nothing for their own data, which the card must name."""
+    """Card lines that name earlier models without a guarantee for their own data."""
     models = lineage.models if lineage else ()
     same_data = lineage.on_same_data if lineage else ()
     names = dict.fromkeys(model.name for model in models if not model.guarantee and model not in same_data)

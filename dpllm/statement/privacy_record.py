@@ -1,4 +1,4 @@
-"""The privacy statement of a run as one typed record, frozen and closed to fields that nobody reads: what privacy.json holds.
+"""The privacy statement of a run as one typed, frozen record without unknown fields: the content of privacy.json.
 
 Comes in: a JSON value. Goes out: a ``PrivacyRecord``, or sentences about what is wrong; the JSON Schema of all that may stand
 there. Must not know how a statement is made, worded or checked.
@@ -285,7 +285,7 @@ class NotGuaranteed(_Statement):
 
     @property
     def plan(self) -> Plan | None:
-        """What was attempted; None for a run without differential privacy."""
+        """The attempted Plan; None for a run without differential privacy."""
         return self.attempted
 
 
@@ -303,13 +303,13 @@ def schema() -> Json:
 
 
 def read(block: object) -> PrivacyRecord:
-    """A privacy statement, checked.
+    """Parses and checks a privacy statement.
 
     Args:
         block: Any JSON value.
 
     Raises:
-        NotAStatement: It does not keep to the schema.
+        NotAStatement: The value does not follow the schema.
     """
     try:
         text = json.dumps(block, allow_nan=False, sort_keys=True)
@@ -318,6 +318,6 @@ def read(block: object) -> PrivacyRecord:
         raise NotAStatement.of(error, tag=True) from None
     except (TypeError, ValueError, RecursionError):
         raise NotAStatement(["the block: holds what JSON has no word for"]) from None
-    if json.dumps(record.to_json(), sort_keys=True) != text:  # pydantic takes 1 for true where only true is allowed
+    if json.dumps(record.to_json(), sort_keys=True) != text:  # pydantic accepts 1 where only true is allowed
         raise NotAStatement(["the block: holds a number in place of true, false or a whole number"])
     return record

@@ -1,7 +1,7 @@
-"""What was released without a training run: statistics, as describe.json holds them, and labels randomised at the source.
+"""Releases without a training run: the statistics of describe.json, and labels randomised at the source.
 
-Comes in: JSON. Goes out: typed records, of which a card shows the same beside a run, and a release in words. Must not know how
-one is drawn or checked.
+Comes in: JSON. Goes out: typed records, which a card can also show with a run, and a release in words. Must not know how a
+release is drawn or checked.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dpllm.records import AtLeast1, Between0And1, NotNegative, Number, Positive,
 from dpllm.statement import formatting
 
 RECORD, VECTORS = "describe.json", "vectors.safetensors"
-"""Files of a folder of clusters, or of a classifier, beside its card."""
+"""Files of a folder of clusters, or of a classifier, besides its card."""
 MOST_VECTORS = 2**24
-"""Bytes of the vectors."""
+"""Maximum bytes of the vectors."""
 
 
 def _is_release(event: object) -> bool:
-    """Gaussian sums, or an epsilon above 0 with a delta of 0: none is free."""
+    """Whether an event is Gaussian sums, or an epsilon above 0 at delta 0: no release is free."""
     if isinstance(event, SelfComposed):
         return isinstance(event.event, Gaussian) and event.count > 0
     return isinstance(event, PureDP) and event.epsilon > 0
@@ -40,7 +40,7 @@ ReleaseEvent = Annotated[PureDP | SelfComposed, *stored(_is_release)]
 
 @dataclass(frozen=True)
 class Entry:
-    """What a ledger has to have been charged for, by one entry of its own."""
+    """A charge that a ledger must contain as a separate entry."""
 
     name: str
     dataset: str
@@ -48,7 +48,7 @@ class Entry:
     relation: Relation
     event: Event
     steps: int
-    """Charged at least."""
+    """Minimum number of charged steps."""
 
 
 class Declared(Record):
@@ -109,12 +109,12 @@ class Release(Record):
 
     @property
     def noise_multiplier(self) -> float:
-        """Of Gaussian sums; 0 where there are none."""
+        """Noise multiplier of Gaussian sums; 0 for other events."""
         mechanism = mechanism_of(self.event)
         return mechanism.noise_multiplier if mechanism else 0.0
 
     def words(self) -> str:
-        """The value and its 95% error, for people; shares are computed of the noisy counts."""
+        """The value and its 95% error in words; shares are computed from the noisy counts."""
         value, error = self.value, f"± {self.error_95:,.3g} {self.error_of}"
         if value is None:
             return error
@@ -152,25 +152,25 @@ class Statistics(Record):
         return compose([release.event for release in self.releases])
 
     def positive(self, name: str | None) -> dict[str, float]:
-        """The declared values of a statistic of which the released count is positive, with that count."""
+        """The declared values of a statistic with a positive released count -> that count."""
         counts = next((release.value for release in self.releases if release.statistic == name and release.value), {})
         return {value: count for value, count in counts.items() if value != OTHER and count > 0}
 
     def entries(self) -> list[Entry]:
-        """What a ledger was charged for each release, by an entry of its own."""
+        """The ledger entry of each release."""
         account = self.dataset, self.unit, self.neighbouring_relation
         paid = ((release.entry or "", release.event) for release in self.releases)
         return [Entry(name, *account, event, count_releases(event)) for name, event in paid]
 
     @property
     def pure(self) -> float:
-        """The sum of all epsilons, at a delta of 0; infinite with Gaussian sums."""
+        """The sum of all epsilons at delta 0; infinite with Gaussian sums."""
         events = [release.event for release in self.releases]
         return sum(event.epsilon if isinstance(event, PureDP) else math.inf for event in events)
 
     @property
     def drawn(self) -> bool:
-        """Whether everything was released, and this is no dry run."""
+        """Whether all statistics were released, not only estimated by a dry run."""
         return all(release.value is not None and release.entry is not None for release in self.releases)
 
 
@@ -229,14 +229,14 @@ class Labels(Record):
 
     @property
     def paid(self) -> Entry:
-        """What a ledger was charged for all labels of one unit."""
+        """The ledger entry for all labels of one unit."""
         event = PureDP(self.unit_epsilon)
         return Entry(self.entry, self.dataset, self.unit, self.neighbouring_relation, event, 1)
 
     def with_account(self, held: float = 0.0, before: Sequence[Labels] = ()) -> Self:
-        """The same with the largest total known of its account, in a ledger or by models ``before``; none for other units."""
+        """A copy with the largest known total of its account, from a ledger or models ``before``; none if units differ."""
         draws: list[Labels] = [self, *(draw for draw in before if draw.dataset == self.dataset)]
-        paid = math.fsum({draw.entry: draw.unit_epsilon for draw in draws}.values())  # who uses one twice pays once
+        paid = math.fsum({draw.entry: draw.unit_epsilon for draw in draws}.values())  # using a draw twice costs once
         total = max(held, paid, *(draw.account_epsilon or 0.0 for draw in draws))
         fields = {key: value for key, value in self.to_json().items() if key != "account_epsilon"}
         if {draw.unit for draw in draws} == {self.unit}:
@@ -253,7 +253,7 @@ class LabelRecord(Labels):
     """Of the file with the flipped labels; it is published nowhere, since whoever guesses the texts could check them."""
 
     def public(self) -> Labels:
-        """What a statement says of it."""
+        """The part that a statement contains."""
         return Labels.pick(self.to_json())
 
 
@@ -268,7 +268,7 @@ def read_vectors(path: Path, release: Release) -> tuple[Any, Any]:
     """Centre and vectors of a folder, as numpy arrays in float64.
 
     Raises:
-        ConfigError: The file is not the one that was released, or has other tensors than its record says.
+        ConfigError: The file is not the released one, or its tensors do not fit the record.
     """
     import numpy as np
     import safetensors.numpy

@@ -112,18 +112,18 @@ class RunRecord(Record):
 
     @property
     def artifacts(self) -> dict[str, str]:
-        """File in export/ -> its hash; empty where nothing was exported."""
+        """File in export/ -> SHA-256; empty if nothing was exported."""
         export = "export/"
         return {name.removeprefix(export): value for name, value in self.manifest.items() if name.startswith(export)}
 
 
 def read_plan(run: RunPaths) -> Plan:
-    """The promise of a run with differential privacy; a ConfigError where plan.json is missing or damaged."""
+    """The Plan of a run with differential privacy; raises ConfigError if plan.json is missing or damaged."""
     return _checked(Plan, run.plan, read_json(run.plan))
 
 
 def read_run(run: RunPaths) -> RunRecord:
-    """What happened; a ConfigError where run.json is missing or damaged, or the run was refused before it began."""
+    """The record of a run; raises ConfigError if run.json is missing or damaged, or if the run was refused."""
     value = read_json(run.run)
     if value.get("status") == "refused":
         raise ConfigError(f"{run.root}: the run was refused, so there are no weights to describe. Train first.")
@@ -131,7 +131,7 @@ def read_run(run: RunPaths) -> RunRecord:
 
 
 def read_status(run: RunPaths) -> Status | None:
-    """How a run ended; None where no run is recorded."""
+    """How a run ended; None if no run is recorded."""
     if not run.run.exists():
         return None
     status: Status = read_json(run.run).get("status", "refused")
@@ -141,7 +141,7 @@ def read_status(run: RunPaths) -> Status | None:
 def _checked(kind: type[_Kind], path: Path, value: Json) -> _Kind:
     if (version := value.get("schema_version")) != SCHEMA_VERSION:
         raise ConfigError(
-            f"{path}: has schema version {version!r}, and this version of dpllm reads {SCHEMA_VERSION} alone. Audit the run and "
+            f"{path}: has schema version {version!r}, but this version of dpllm reads only {SCHEMA_VERSION}. Audit the run and "
             "write its card with the version that trained it."
         )
     try:

@@ -1,7 +1,7 @@
-"""The marked parts and the front matter of a card, read back from Markdown that may be a stranger's.
+"""Reads the marked parts and the front matter of a card from Markdown that may be untrusted.
 
-Comes in: the text of a README.md. Goes out: what stands between its markers, its front matter, or what two readers could read
-otherwise. Must not know what a part says.
+Comes in: the text of a README.md. Goes out: the text between its markers, its front matter, or whether readers could interpret
+it differently. Must not know what a part says.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dpllm.records import Json
 
 PARTS = ("banner", "privacy")
 _TAG = re.compile(r"<(?!https?://|[^\s<>@]+@[^\s<>]+>)(?=[a-z/!?])", re.IGNORECASE)
-"""Where HTML would begin: a text of a statement could hide what stands behind it."""
+"""The start of HTML, by which a text of a statement could hide the text after it."""
 _MATTER = re.compile(r"\A---[ \t]*\n(.*?\n)---[ \t]*(?:\n|$)", re.DOTALL)
 _OTHERWISE = re.compile(r"^(?:---|\.\.\.|\s*#)", re.MULTILINE)
-_TRICK = re.compile(r"<<\s*:|\S{10000}")  # a key that some readers take for its values; a number of base 60 without end
-_MOST_MATTER = 2**16  # letters
+_TRICK = re.compile(r"<<\s*:|\S{10000}")  # a merge key, which some readers expand; an endless base-60 number
+_MOST_MATTER = 2**16  # characters
 HIDING = re.compile(
     r"<(?:style|script|link|iframe|object|embed|meta|base|dialog)\b|[\s\"'/](?:style|class)\s*=", re.IGNORECASE
 )
-"""What could hide a part of a card, if it stood outside of them."""
+"""HTML that could hide a part of a card if it appeared outside the parts."""
 
 
 def escaped(text: str) -> str:
-    """A text in which nothing begins a tag or a comment of HTML, which could hide what stands behind it."""
+    """The text without the start of HTML tags and comments, which could hide the text after them."""
     return _TAG.sub("&lt;", text)
 
 
@@ -46,8 +46,8 @@ def parts(markdown: str, names: Sequence[str] = PARTS) -> dict[str, str]:
     """The marked parts of a card, as ``dpllm.card.card.render`` makes them.
 
     Args:
-        markdown: A whole card. Line ends may be those of any system.
-        names: Of the parts.
+        markdown: A complete card, with the line ends of any system.
+        names: Names of the parts.
 
     Raises:
         ConfigError: A marker is missing, doubled or out of order.
@@ -69,7 +69,7 @@ def parts(markdown: str, names: Sequence[str] = PARTS) -> dict[str, str]:
 
 
 def first(markdown: str, names: Sequence[str] = PARTS) -> bool:
-    """Whether the marked parts of a card come first, one after the other: behind its front matter nothing stands before them."""
+    """Whether nothing but the front matter precedes the marked parts of a card, and nothing is between them."""
     visible = _MATTER.sub("", _read(markdown), count=1).lstrip("\n")
     order = [marker for name in names for marker in _markers(name)]
     between = zip(order[1:-1:2], order[2::2], strict=True)
@@ -77,18 +77,18 @@ def first(markdown: str, names: Sequence[str] = PARTS) -> bool:
 
 
 def front_matter(markdown: str) -> Json:
-    """The YAML between the first two rules of a card, which may be a stranger's.
+    """The YAML between the first two rules of a card, which may be untrusted.
 
     Raises:
-        ConfigError: There is none, or it is no mapping; a key stands twice; or it uses anchors or is nested without end, so that
-            a short text stands for a value of any size.
+        ConfigError: There is none, or it is not a mapping; a key appears twice; or it uses anchors or endless nesting, by which
+            a short text can expand to a value of any size.
     """
     text = _read(markdown)
     matter = _MATTER.match(text)
     value = None
     # Readers differ over whether a carriage return alone ends a line.
     if matter and "\r" not in text and len(matter[1]) <= _MOST_MATTER and not _TRICK.search(matter[1]):
-        # A tag can ask for a type that its value is not of, and an escape for half a letter, which nobody can write.
+        # A tag can request a type that does not fit its value, and an escape can be a lone surrogate, which cannot be encoded.
         with contextlib.suppress(yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError):
             parsed = read_yaml(matter[1])
             json.dumps(parsed, ensure_ascii=False, default=str).encode()
@@ -102,10 +102,10 @@ def front_matter(markdown: str) -> Json:
 
 
 def ambiguous(markdown: str) -> bool:
-    """Whether two readers of YAML may find different things in the front matter of a card.
+    """Whether two YAML readers may interpret the front matter of a card differently.
 
-    An example: PyYAML ends a line at U+2028, and with it a comment; the reader of the Hub does not. So nothing is allowed that a
-    card of dpllm does not need: neither comments, nor marks of a document, nor letters that end a line or that nobody sees.
+    An example: PyYAML ends a line, and with it a comment, at U+2028; the Hub's reader does not. So everything that a card of
+    dpllm does not need counts as ambiguous: comments, document markers, and line-ending or invisible characters.
     """
     matter = _MATTER.match(_read(markdown))
     text = matter[1] if matter else ""
@@ -114,7 +114,7 @@ def ambiguous(markdown: str) -> bool:
 
 
 def has_marker(text: str, names: Sequence[str]) -> bool:
-    """Whether a text holds a marker of one of these parts."""
+    """Whether a text contains a marker of one of these parts."""
     return any(marker in text for name in names for marker in _markers(name))
 
 
@@ -123,5 +123,5 @@ def _markers(name: str) -> tuple[str, str]:
 
 
 def _read(markdown: str) -> str:
-    """A card with the line ends of Unix, as the operating system or an editor may not have left it."""
+    """A card with Unix line ends and no byte order mark, which a system or an editor may have changed."""
     return markdown.replace("\r\n", "\n").removeprefix("\ufeff")

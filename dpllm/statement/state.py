@@ -1,8 +1,8 @@
-"""From facts to the privacy statement: everything in it that follows from something else is derived here, and nowhere else.
+"""Derives the privacy statement from facts: the only place that derives its dependent fields.
 
 Comes in: the recipe, the Plan, the record of the run, its audit, released statistics, hashes of files. Goes out: a
-``PrivacyRecord``, of which the marked parts of the card are a function; ``dpllm verify`` derives the same again and compares.
-Pure: must not read a file, a clock or ``private/``, nor state an epsilon as a guarantee where there is none.
+``PrivacyRecord``, of which the marked parts of the card are a function; ``dpllm verify`` derives it again and compares.
+Pure: must not read a file, a clock or ``private/``, nor state an epsilon as a guarantee if there is no guarantee.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def statement_of(
         config: The resolved recipe.
         plan: ``plan.json``; None for a run without differential privacy.
         record: ``run.json``.
-        audit: ``audit.json``; None where these weights were not audited.
-        files: Path in export/ -> SHA-256, of all that is published beside the card; None: those of the record.
+        audit: ``audit.json``; None if these weights were not audited.
+        files: Path in export/ -> SHA-256, of all files published with the card; None: those of the record.
         statistics: ``describe.json``; None without one.
 
     Returns:
-        The statement, of the epsilon of the whole Plan, also where the run was interrupted: whoever stopped it may have looked at
-        figures that carry no noise. ``guarantee`` is true only if the run kept every assumption and its audits do not contradict
-        it. Otherwise ``reason`` says why, and the Plan's numbers stand under ``attempted`` and ``audit.claim`` alone.
+        The statement. Its epsilon is that of the whole Plan even if the run was interrupted, since un-noised figures may have led
+        somebody to stop it. ``guarantee`` is true only if the run kept every assumption and its audits do not contradict it.
+        Otherwise ``reason`` says why, and the Plan's numbers appear only under ``attempted`` and ``audit.claim``.
 
     Raises:
-        ConfigError: The audit is not of this run, or one of these holds what no statement may say.
+        ConfigError: The audit is not of this run, or an input has a value that no statement may have.
     """
     if audit is not None and (mismatch := other_than_audited(audit, plan, record.artifacts)):
         raise ConfigError(f"audit.json {mismatch} the run's, so its verdict is about another. Run dpllm audit again.")
@@ -81,7 +81,7 @@ def statement_of(
         "files": dict(sorted((record.artifacts if files is None else files).items())),
         **{name: value for name, value in where_known.items() if value is not None},
     }
-    template = {"template": config.data.template} if config.data.template else {}  # "[/INST]" is no path
+    template = {"template": config.data.template} if config.data.template else {}  # "[/INST]" is not a path
     return privacy_record.read({**names.without_paths(facts), **template})
 
 
@@ -112,7 +112,7 @@ def _record_fields(record: RunRecord) -> Json:
         "lineage": record.lineage.to_json() if record.lineage else None,
         "deviations": record.deviations,
         "software": record.versions,
-        # No object and no null, which a statement has no field for.
+        # Without objects and nulls, for which a statement has no field.
         "hardware": {
             name: value
             for name, value in record.hardware.items()
@@ -124,7 +124,7 @@ def _record_fields(record: RunRecord) -> Json:
 
 
 def why_not(config: RunConfig, plan: Plan | None, record: RunRecord, audit: AuditRecord | None) -> str | None:
-    """Why a run gives no guarantee, as one sentence without its full stop; None where it gives one."""
+    """Why a run gives no guarantee, as one sentence without its full stop; None if it gives one."""
     if not config.privacy.enabled or plan is None:
         public = ", on data that the recipe declares public" if config.data.public else ""
         return f"this model was trained without differential privacy (privacy.enabled: false){public}"
@@ -148,10 +148,10 @@ def contradicts(audit: AuditRecord, epsilon: float) -> bool:
 
 
 def other_than_audited(audit: AuditRecord, plan: Plan | None, files: Mapping[str, str]) -> str | None:
-    """What an audit is about that is not that of a Plan and of such files; None where all is the same.
+    """The first difference between the subject of an audit and a Plan with its files; None if there is none.
 
     Args:
-        audit: Which may name the weights alone, as those of earlier versions do.
+        audit: An audit; those of earlier versions name the weights alone.
         plan: None for a run without differential privacy.
         files: SHA-256 by path.
     """
@@ -169,20 +169,20 @@ def other_than_audited(audit: AuditRecord, plan: Plan | None, files: Mapping[str
 
 
 def _released(describe: Json, plan: Plan | None, record: RunRecord) -> Statistics:
-    """What describe.json says, which has to be about the data that the run was charged for, and to add to it."""
+    """Statistics of describe.json; refuses those about other data, or with another unit or relation, than the run."""
     statistics, ledger = Statistics.pick(describe), record.ledger
     if not statistics.drawn:
-        raise ConfigError("describe.json is of a dry run and holds no values. Name the file of the released ones.")
+        raise ConfigError("describe.json is of a dry run, so it has no values. Name a file of released statistics.")
     if statistics.pure == math.inf:
         raise ConfigError(
-            "describe.json is of clusters or a classifier, which have a card of their own, in the folder that holds it. Name a "
-            "file of statistics."
+            "describe.json is of clusters or a classifier, which have their own card, in the folder of that file. Name a file of "
+            "statistics."
         )
     charged = None if plan is None or ledger is None else (ledger.dataset, plan.unit, plan.neighbouring_relation)
     if (statistics.dataset, statistics.unit, statistics.neighbouring_relation) != charged:
         raise ConfigError(
             f"describe.json is about dataset {statistics.dataset!r} per {statistics.unit!r} under "
-            f"{statistics.neighbouring_relation!r}, and the run was charged for another: they do not add. Name that file."
+            f"{statistics.neighbouring_relation!r}, but the run was charged for another, so they do not add up. Name its file."
         )
     return statistics
 
@@ -201,7 +201,7 @@ def _not_covered(config: RunConfig, plan: Plan | None, record: RunRecord) -> lis
 
 
 def composed(ledger: LedgerRecord, delta: float | None) -> Composed:
-    """The total over all runs on the dataset, as the ledger had it after this one, at its budget's delta or the run's."""
+    """The ledger's total over all runs on the dataset after this one, at the budget's delta or else the run's."""
     budget = ledger.budget
     return Composed.pick(
         ledger.to_json(),
@@ -213,7 +213,7 @@ def composed(ledger: LedgerRecord, delta: float | None) -> Composed:
 
 
 def beside_run(released: Statistics, terms: PromisedEvent | None, guarantee: bool) -> BesideRun:
-    """What was released about the training data, and what it comes to together with the run."""
+    """Released statistics of the training data, with their epsilon together with the run."""
     with_run = None
     if terms is not None and guarantee:
         event = compose([terms.event, released.event()])

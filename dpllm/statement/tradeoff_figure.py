@@ -1,7 +1,7 @@
-"""What the guarantee means for one person: how far any test for their presence can succeed, as a small figure.
+"""A small figure of what the guarantee means for one person: the limit on any test for their presence.
 
-Comes in: the Plan of a privacy statement. Goes out: SVG text, its description. The picture is drawn from the Plan alone, without
-a plotting library, so that whoever has it can draw the same bytes.
+Comes in: the Plan of a privacy statement. Goes out: SVG text, its description. The figure depends on the Plan alone and needs no
+plotting library, so that anyone with the Plan can draw the same bytes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ FILE = "privacy.svg"
 
 
 def recognised(plan: Plan, beside: float = 0.0) -> float:
-    """The largest share of units that any test recognises while it is wrong about 1% of those that were not used.
+    """The largest true-positive rate of any membership test at a false-positive rate of 1%.
 
     Guarantee:
-        An upper bound, also where the tester sees other releases about the same units, of epsilon ``beside`` at a delta of 0.
-        The curve F is concave and rises. Given their outcome, a test that is wrong about a share a recognises at most F(a);
+        An upper bound, even if the tester sees other releases about the same units, of epsilon ``beside`` at delta 0.
+        The curve F is concave and increasing. Given their outcome, a test with false-positive rate a recognises at most F(a);
         the mean of a over outcomes with the unit is at most e^beside 1%, so that of F(a) is at most F(e^beside 1%) (Jensen).
     """
     if not beside:
@@ -31,7 +31,7 @@ def recognised(plan: Plan, beside: float = 0.0) -> float:
 
 
 def alt_text(plan: Plan) -> str:
-    """The figure in words, for those who do not see it."""
+    """The figure in words, for readers who cannot see it."""
     limits = _limits(plan)
     area = formatting.bound(limits["auc"])
     at_one, at_a_tenth = (formatting.percent_bound(limits[f"tpr_at_fpr_{rate}"]) for rate in (0.01, 0.001))
@@ -46,10 +46,10 @@ def alt_text(plan: Plan) -> str:
 
 
 def figure(plan: Plan) -> str:
-    """The figure as SVG, on a white ground with a frame, for light and dark pages.
+    """The figure as SVG, on a white background with a frame, for light and dark pages.
 
     Args:
-        plan: What is guaranteed.
+        plan: The guarantee.
 
     Returns:
         SVG text; equal Plans give equal text.
@@ -75,13 +75,13 @@ def _who(unit: str) -> str:
 
 
 def _curve(plan: Plan) -> list[tuple[float, float]]:
-    """The limit at each of ``RATES``, from the whole mechanism where it is known."""
+    """The limit at each of ``RATES``, tightened by the mechanism's trade-off curve where it is known."""
     rates = dict(plan.trade_off)
     return [(rate, min(most_recognised(plan.epsilon, plan.delta, rate), rates.get(rate, 1.0))) for rate in RATES]
 
 
 def _limits(plan: Plan) -> dict[str, float]:
-    """Of rates and area: by the curve, by epsilon and delta, and by the whole mechanism where that is known."""
+    """Smallest limits on rates and area: by the curve, by epsilon and delta, and by the mechanism where it is known."""
     limits = plan.limits.to_json()
     points = {f"tpr_at_fpr_{rate}": limit for rate, limit in _curve(plan)}
     return {

@@ -1,7 +1,7 @@
-"""What a stranger can compute again of what is published, one module for each kind; and ``verify`` in a process of its own.
+"""Recomputes what can be recomputed from published files, one module for each kind; ``verify`` runs in its own process.
 
-Files are taken for hostile: each is read with a limit, none is executed, no link is followed. Whatever a file does to the process
-that reads it, this one has lines to print; it forks before numpy is imported, whose threads a fork would lose, so that nothing
+Files are assumed hostile: each is read with a limit, none is executed, no link is followed. Even if a file kills the process that
+reads it, this process can print lines. It forks before numpy is imported, because a fork would lose numpy's threads, so nothing
 heavy may be imported here. No module of this package may import torch, transformers, peft or datasets.
 """
 
@@ -18,15 +18,15 @@ from typing import Any
 from dpllm.errors import DpllmError
 
 SECONDS, BYTES_A_SECOND = 120, 10**7
-"""How long it may take, and how many bytes of the files it reads in a second at least."""
+"""Time limit, and the minimum rate in bytes per second that extends it for large files."""
 _MOST_FILES = 10_000
 
 
 def verify_apart(path: Path, **options: Any) -> dict[str, Any]:
-    """What ``to_json`` gives of ``dpllm.verification.verify.verify``, whose arguments and errors these are.
+    """``to_json`` of ``dpllm.verification.verify.verify``, computed in another process; same arguments and errors.
 
     Returns:
-        One failed line where the process was killed, was aborted by a library, or did not end.
+        The checks; a single failed one if the process was killed, was aborted by a library, or did not end.
     """
     seconds = SECONDS + _bytes_in(path if os.path.isdir(path) else path.parent) / BYTES_A_SECOND
     fork = multiprocessing.get_context("fork")
@@ -36,7 +36,7 @@ def verify_apart(path: Path, **options: Any) -> dict[str, Any]:
     sender.close()
     answer = None
     try:
-        with suppress(EOFError):  # it died
+        with suppress(EOFError):  # the child died
             answer = receiver.recv() if receiver.poll(seconds) else None
     finally:
         child.kill()
@@ -55,7 +55,7 @@ def verify_apart(path: Path, **options: Any) -> dict[str, Any]:
 
 
 def _bytes_in(folder: Path) -> int:
-    """What the files in a folder take, of the first ``_MOST_FILES``; what cannot be looked at takes nothing."""
+    """Bytes on disk of the first ``_MOST_FILES`` files in a folder; unreadable ones count as 0."""
     total, count, pending = 0, 0, [str(folder)]
     while pending and count < _MOST_FILES:
         with suppress(OSError), os.scandir(pending.pop()) as entries:
@@ -69,7 +69,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _answer(sender: Connection, path: Path, options: dict[str, Any]) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library says before it aborts
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # messages of a library that aborts
     from dpllm.verification.verify import verify
 
     try:

@@ -1,7 +1,7 @@
-"""The audits: that they are about these weights, and that their numbers follow from the published scores.
+"""Checks that an audit is about these weights and that its numbers follow from the published scores.
 
-Comes in: export/audit/, and private/ where the run is at hand. Goes out: checks. What shadow runs showed cannot be seen again
-without them, and is asserted.
+Comes in: export/audit/, and private/ if the run is available. Goes out: checks. Results of shadow runs cannot be recomputed
+without these runs, so they are asserted.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from dpllm.verification.values import WRITE_AGAIN, Check, Published, Wrong
 
 MOST_ROWS, MOST_CANARIES, MOST_TOKENS = 100_000, 25_000, 400_000
 MOST_FOOTER, MOST_UNPACKED, MOST_MEMORY = 2**20, 2**27, 2**29
-"""Bytes of a table: of its description, of its columns by what that says, and of memory while it is read."""
+"""Bytes of a table: its footer, its columns according to the footer, and memory while it is read."""
 _ID = re.compile(r"[cr]\d{5,8}-?")  # with a dash: the rejected answer of a pair
 AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
 _NUMBERS = {"bool", "int8", "int16", "int32", "int64", "float", "double"}
-_MOST_TESTS = 32  # of one kind; each takes seconds where canaries are many
+_MOST_TESTS = 32  # of one kind; each takes seconds if there are many canaries
 
 
 def check(export: Published[PrivacyRecord]) -> Iterator[Check]:
-    """The audit of the weights."""
+    """Checks the audit of the weights."""
     folder, statement = export.directory / "audit", export.record
     files = sorted(name for name in export.hashes if name.startswith("audit/"))
     if statement.audit is None:
@@ -72,7 +72,7 @@ def check(export: Published[PrivacyRecord]) -> Iterator[Check]:
 
 
 def published_audit(folder: Path) -> AuditRecord:
-    """audit.json of a folder; ``ConfigError`` says which field is damaged."""
+    """audit.json of a folder; a ``ConfigError`` names a damaged field."""
     return parse_audit(values.read_object(folder / "audit.json"), "audit.json")
 
 
@@ -101,7 +101,7 @@ def _in_statement(statement: PrivacyRecord, published: AuditRecord, report: Audi
 
 
 def tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
-    """The scores of an audit, whose files are read once they are known to be small; ``Wrong`` says what is wrong with them."""
+    """The scores of an audit, read only after their size is known to be small; raises ``Wrong`` if they are not valid."""
     path = folder / "tokens.parquet"
     with values.bounded_memory(MOST_MEMORY):
         _only_numbers(path)
@@ -118,12 +118,12 @@ def _read_tables(folder: Path, size: int, changed: int) -> tuple[tuple[CanarySco
 
 
 def _only_numbers(path: Path) -> None:
-    """The columns of a token table and nothing else, before any of it is unpacked."""
+    """Refuses a token table with other columns than dpllm writes, before any of it is decompressed."""
     from pyarrow import parquet
 
     scored = {field.name.removesuffix("_N") for field in fields(TokenTable) if field.name.startswith(("tuned", "base"))}
     described(path, {"canary_id", "zlib_bytes", "group", "inserted", "secret", "word"} | scored, MOST_TOKENS)
-    # As a dictionary: a few bytes can stand for any number of long names.
+    # Read as a dictionary, because a few bytes can encode any number of long names.
     with path.open("rb") as file:
         table = parquet.read_table(file, columns=["canary_id"], read_dictionary=["canary_id"], use_threads=False)
     names = table["canary_id"]
@@ -134,7 +134,7 @@ def _only_numbers(path: Path) -> None:
 
 
 def described(path: Path, required: set[str], max_rows: int, optional: Sequence[str] = ()) -> None:
-    """Refuses a parquet file with other columns, with text beside them, or with more rows, before any of it is unpacked."""
+    """Refuses a parquet file with other columns, with text in its metadata, or with more rows, before decompressing it."""
     from pyarrow import ArrowException, parquet
 
     with values.regular(path) as file:
@@ -144,7 +144,7 @@ def described(path: Path, required: set[str], max_rows: int, optional: Sequence[
     try:
         if footer > min(size, MOST_FOOTER):
             raise ArrowException
-        with path.open("rb") as file:  # whose name may be no text
+        with path.open("rb") as file:  # the file's name may not be valid text
             table = parquet.read_metadata(file)
     except (ArrowException, OSError):
         raise Wrong(f"{path.name} is not a parquet file. {AUDIT_AGAIN}") from None
@@ -154,7 +154,7 @@ def described(path: Path, required: set[str], max_rows: int, optional: Sequence[
     columns = table.schema.to_arrow_schema()
     if columns.metadata or any(field.metadata for field in columns):
         raise Wrong(f"{path.name} has descriptions of its columns, which could be text. {AUDIT_AGAIN}")
-    # A row of lists could unpack to any number of values; only a token table names anything.
+    # A row of lists could decompress to any number of values; only a token table has names.
     texts = [field.name for field in columns if str(field.type) not in _NUMBERS and field.name != "canary_id"]
     if texts or any(table.schema.column(i).max_repetition_level for i in range(len(table.schema.names))):
         raise Wrong(f"{path.name} holds something other than numbers and flags. {AUDIT_AGAIN}")
@@ -168,7 +168,7 @@ def described(path: Path, required: set[str], max_rows: int, optional: Sequence[
 def _scores(plan: Plan, table: tuple[CanaryScores, ...], tokens: TokenTable, report: AuditRecord) -> Check:
     names = {row.canary_id for row in table}
     scores = (tokens.tuned_log_prob_N, tokens.base_log_prob_N)
-    extreme_scores = [float(edge) for of_one in scores for edge in (of_one.min(), of_one.max())]
+    extreme_scores = [float(edge) for log_prob_N in scores for edge in (log_prob_N.min(), log_prob_N.max())]
     groups = by_group(table)
     references = len(groups.pop(0, []))
     counted = {
@@ -193,7 +193,7 @@ def _scores(plan: Plan, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
             (row.inserted is None) == (row.group == 0) and row.group >= 0 for row in table
         ),
         "its table holds other canaries than audit.json counts": counts_match
-        and references in (planned.references, 0),  # labels have none
+        and references in (planned.references, 0),  # audits of labels have none
         f"canary_slots is not the {slots} slots that the scored canaries hold": plan.canary_slots == slots,
     }
     values.hold(rules, AUDIT_AGAIN)
@@ -201,7 +201,7 @@ def _scores(plan: Plan, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
 
 
 def gradient(folder: Path, statement: PrivacyRecord, report: AuditRecord) -> GradientTable | None:
-    """The gradient canaries of an audit, where it names some; ``Wrong`` says what is wrong with their table."""
+    """The gradient canaries of an audit, if it names any; raises ``Wrong`` if their table is not valid."""
     path = folder / "gradient.parquet"
     if report.gradient is None:
         if path.exists():
@@ -214,7 +214,7 @@ def gradient(folder: Path, statement: PrivacyRecord, report: AuditRecord) -> Gra
     if steps.planned > MOST_STEPS or plan.bands > banded.MOST_BANDS:
         raise Wrong("more steps or bands are stated than an audit by gradient canaries can be computed again for.")
     table = read_gradient(path, plan.sampling_rate, randomness.lattice.noise_over_max_grad_norm, plan.coefficients)
-    # A step that was not seen takes one pair at most.
+    # A step that the table lacks removes at most one pair.
     taken = max(steps.taken, table.steps)
     if table.steps > steps.planned or not taken // 2 - (taken - table.steps) <= table.pairs <= table.steps // 2:
         raise Wrong(f"gradient.parquet counts other steps, or pairs of them, than the run took. {AUDIT_AGAIN}")
@@ -257,7 +257,7 @@ def _summary(
 
 
 def check_canaries(export: Published[PrivacyRecord], run: RunDir) -> Iterator[Check]:
-    """Canaries and coins are those that were committed to before training, and every audit that was made is counted."""
+    """Checks that canaries and coins are those committed to before training, and that every audit is counted."""
     name, audit = "audit: canaries", export.record.audit
     lines = run.audits.read_text(encoding="utf-8", errors="replace") if run.audits.exists() else ""
     num_audits = len(lines.splitlines())

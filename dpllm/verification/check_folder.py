@@ -1,7 +1,7 @@
-"""What lies in the folder of a release: the very files that its record lists, and the texts that it renders to, byte for byte.
+"""Checks that a release's folder holds exactly the files that its record lists and the texts rendered from it, byte for byte.
 
-Comes in: a release. Goes out: checks. What an author writes outside the markers of README.md is not looked at; nothing of it may
-stand before the marked parts or hide them. Opens regular files only, follows no link and loads no tensor.
+Comes in: a release. Goes out: checks. The author's text outside the markers of README.md is not checked, but it may not precede
+the marked parts or hide them. Opens regular files only, follows no link and loads no tensor.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I1
 _BYTES |= {"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8}
 _UNLISTED, _UNREAD = "not listed", "not read"  # in place of a hash
 OF_THE_HUB = (".gitattributes", ".git", ".cache")
-"""What the Hub, git and a download add at the top of a repository; dpllm never writes them and never uploads them."""
+"""Added by the Hub, git and downloads at the top of a repository; dpllm never writes them and never uploads them."""
 _TRAINING_STATE = re.compile(
     r"exp_avg|momentum_buffer|optimizer|rng|grad_sample|summed_grad|\bmoments?\b", re.IGNORECASE
 )
 
 
 def front_matter(page: Published[Any]) -> Iterator[Check]:
-    """The front matter against what follows from the record, whose hash it states; all readers of YAML read it alike."""
+    """Compares the front matter with the record, whose hash it states, and refuses YAML that readers may read differently."""
     if page.artifact.front is None:
         return
     front, record = page.artifact.front(page.record), page.artifact.sources[0]
@@ -54,7 +54,7 @@ def front_matter(page: Published[Any]) -> Iterator[Check]:
         )
     if sha256(page.directory / record, follow=False) != front.due["privacy"]["sha256"]:
         raise Wrong(f"{record} is not laid out as dpllm writes it, so its hash differs. {page.again}")
-    # As text, in which 1 and 1.0 differ; YAML has words, such as dates, that JSON has not.
+    # Compared as text, in which 1 and 1.0 differ; YAML has types, such as dates, that JSON lacks.
     text = partial(json.dumps, sort_keys=True, default=repr)
     wrong = [key for key, value in front.due.items() if text(stated.get(key)) != text(value)]
     wrong += [key for key, value in front.perhaps.items() if stated.get(key) not in (None, value)]
@@ -69,7 +69,7 @@ def front_matter(page: Published[Any]) -> Iterator[Check]:
 
 
 def marked(page: Published[Any]) -> Iterator[Check]:
-    """The marked parts of README.md; nothing stands before them or could hide them."""
+    """Checks the marked parts of README.md, and that no text precedes them or could hide them."""
     if page.artifact.parts is None:
         return
     expected = page.artifact.parts(page.record)
@@ -91,7 +91,7 @@ def marked(page: Published[Any]) -> Iterator[Check]:
 
 
 def whole(page: Published[Any]) -> Iterator[Check]:
-    """Texts that follow from the record as a whole, such as the figure."""
+    """Compares files that are rendered completely from the record, such as the figure."""
     for name, text in page.artifact.whole(page.record).items():
         yield _compared(page, name, values.read_text(page.directory / name), text)
 
@@ -112,7 +112,7 @@ def _compared(page: Published[Any], name: str, published: str, expected: str) ->
 
 
 def files(folder: Published[Any]) -> Iterator[Check]:
-    """Names and hashes of all files: those that the record lists, and none beside them."""
+    """Checks names and hashes of all files: exactly those that the record lists."""
     if folder.artifact.files is None:
         return
     stated, required = folder.artifact.files(folder.record), folder.artifact.due
@@ -130,7 +130,7 @@ def files(folder: Published[Any]) -> Iterator[Check]:
         "not listed, and not read": hashes.keys() - stated.keys(),
         "not what such a release consists of": stated.keys() ^ set(required(folder.record)) if required else set(),
     }
-    problems += [f"{problem}: {values.listed(sorted(which))}" for problem, which in differences.items() if which]
+    problems += [f"{problem}: {values.listed(sorted(paths))}" for problem, paths in differences.items() if paths]
     if problems:
         raise Wrong(f"not those of the record: {'; '.join(problems)}. Restore or remove them. {folder.again}")
     number = f"{len(stated)} {'file' if len(stated) == 1 else 'files'}"
@@ -138,9 +138,9 @@ def files(folder: Published[Any]) -> Iterator[Check]:
 
 
 def regular_files(directory: Path, *, strict: bool) -> tuple[list[str], list[str]]:
-    """Relative names of all regular files, sorted, and what else lies there, each in a few words.
+    """Relative names of all regular files, sorted, and a short description of each other entry.
 
-    ``strict``: hidden files that the Hub or git adds are strange as well.
+    ``strict``: hidden files that the Hub or git adds are listed as well.
     """
     names: list[str] = []
     strange: list[str] = []
@@ -166,7 +166,7 @@ def regular_files(directory: Path, *, strict: bool) -> tuple[list[str], list[str
 
 
 def _sha256(path: Path) -> str:
-    """Of a file that is no larger than its name, or its own header, allows; else ``_UNREAD``."""
+    """SHA-256 of a file that is no larger than its name, or its own header, allows; else ``_UNREAD``."""
     try:
         if path.suffix == ".safetensors" and path.lstat().st_size > MOST_BYTES:
             _tensors(path)
@@ -177,7 +177,7 @@ def _sha256(path: Path) -> str:
 
 
 def contents(export: Published[PrivacyRecord]) -> Iterator[Check]:
-    """Files of an export: each of a known name, with known settings."""
+    """Checks that each file of an export has a known name and known settings."""
     names, problems = regular_files(export.directory, strict=export.run is not None)
     strange = set(unknown(names))
     for name in names:
@@ -203,13 +203,13 @@ def _content(path: Path, export: Published[PrivacyRecord]) -> str:
         if path.suffix == ".safetensors":
             has_training_state = any(map(_TRAINING_STATE.search, _tensors(path)))
             return "holds tensors of the optimizer or of the generator" if has_training_state else ""
-        if path.name == "tokenizer.json":  # has no settings, and too many values to be parsed
+        if path.name == "tokenizer.json":  # has no settings, and too many values to parse
             check_shape(values.read_bytes(path), MOST_BYTES // BYTES_OF_VALUE)
         elif path.suffix == ".json":
             settings = values.read_object(path)
             allowed = publishable(path.name, settings)
-            if more := sorted(key for key in settings if key not in allowed or allowed[key] != settings[key]):
-                return f"has an unknown setting ({values.listed(more)})"
+            if changed := sorted(key for key in settings if key not in allowed or allowed[key] != settings[key]):
+                return f"has an unknown setting ({values.listed(changed)})"
             base, named = export.record.base_model, (settings.get("base_model_name_or_path"), settings.get("revision"))
             if path.name == "adapter_config.json" and named not in ((base.name, None), (base.name, base.revision)):
                 return f"does not name {base.name}, the base model in privacy.json"
@@ -225,7 +225,7 @@ def _content(path: Path, export: Published[PrivacyRecord]) -> str:
 
 
 def _tensors(path: Path) -> dict[str, Any]:
-    """What the header of a safetensors file says of each tensor; they lie one behind the other, to the last byte of the file."""
+    """The header of a safetensors file, by tensor; checks that the tensors are contiguous and end with the file."""
     with values.regular(path) as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
         text = file.read(min(length, MOST_HEADER))

@@ -1,7 +1,7 @@
-"""The ledger: that its chain is whole, holds the head that a record states, and was charged for this very event.
+"""Checks that a ledger's chain is unbroken, contains the head that a record states, and was charged for exactly this event.
 
-Comes in: a release, and a ledger (a file, an export of one, a PostgreSQL URL) or none. Goes out: checks. Nothing is written, and
-no place on the network is taken from the files that are verified.
+Comes in: a release, and a ledger (a file, an export of one, a PostgreSQL URL) or none. Goes out: checks. Writes nothing, and
+takes no network address from the files that are verified.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class _Chain:
     where: str
 
     def reserved(self, length: int | None = None) -> dict[str, ChainEntry]:
-        """Reservations among the first entries, by name."""
+        """Reservations among the first ``length`` entries, by name."""
         return {entry.facts["entry"]: entry for entry in self.entries[:length] if entry.kind == "reserve"}
 
 
 def check(release: Published[Any]) -> Iterator[Check]:
-    """What is said of the ledger, against itself and, where it is known, against the ledger."""
+    """Checks what a release states about the ledger: whether it is consistent and, given a ledger, whether it agrees."""
     promise, composed, statistics = release.promise, release.promise.composed, release.promise.statistics
     terms = promise.terms
     if composed is None and (terms is not None or promise.reason is not None):
@@ -89,7 +89,7 @@ def check(release: Published[Any]) -> Iterator[Check]:
 
 
 def charged(chain: _Chain, line: str, entries: Sequence[Entry], advice: str, length: int | None = None) -> Check:
-    """Each of some entries is there by itself, before the stated head or anywhere, and is charged for just this event."""
+    """Checks that the chain has a separate entry for each of ``entries``, before ``length`` if given, and charged its event."""
     reserved = chain.reserved(length)
     for due in entries:
         name, entry = f"{chain.where}: entry {due.name}", reserved.get(due.name)
@@ -112,17 +112,17 @@ def charged(chain: _Chain, line: str, entries: Sequence[Entry], advice: str, len
 
 
 def _manifest(chain: _Chain, name: str, manifest: Json) -> Check:
-    ends = [entry.facts for entry in chain.entries if entry.kind == "commit" and entry.facts["entry"] == name]
-    closed = [facts["manifest"] for facts in ends if "manifest" in facts]
-    if not closed:
+    commits = [entry.facts for entry in chain.entries if entry.kind == "commit" and entry.facts["entry"] == name]
+    digests = [facts["manifest"] for facts in commits if "manifest" in facts]
+    if not digests:
         return values.asserted("ledger: files", f"{chain.where} was not told which files the run wrote.")
-    if closed[-1] != digest(manifest):
+    if digests[-1] != digest(manifest):
         raise Wrong(f"{chain.where} knows other files of this run than run.json lists. Restore run.json and the files.")
     return values.verified("ledger: files", f"{chain.where} knows the files that run.json lists.")
 
 
 def _composed_with(composed: Composed, delta: float, **figures: Any) -> Composed:
-    """What follows from a ledger that says of the run what is stated, but for what was found."""
+    """The statement that follows from a ledger that agrees with ``composed`` except in ``figures``."""
     head = {"count": composed.entries, "hash": composed.head}
     return state.composed(LedgerRecord.pick(composed.to_json(), **{"head": head, **figures}), delta)
 
@@ -136,7 +136,7 @@ def _consistent_total(release: Published[Any], composed: Composed) -> Check:
         {
             values.listed(wrong): not wrong,
             "used belongs to a budget without a final run": used is None or (budget is not None and not composed.final),
-            # One run alone cannot cost more than all of them.
+            # A single run cannot cost more than all runs together.
             "the total is less than this entry alone": composed.delta != terms.delta
             or spent is None
             or spent >= terms.epsilon * (1 - 1e-3),
@@ -150,7 +150,7 @@ def _consistent_total(release: Published[Any], composed: Composed) -> Check:
 
 
 def _share_of_entry(budget: Budget, event: Event) -> float:
-    """What an event alone uses of a budget of which nothing is set aside for imports."""
+    """The share of a budget that the event uses alone, if nothing is set aside for imports."""
     allowance = renyi.allowance(budget.epsilon, budget.delta, budget.order)
     if allowance <= 0 or "rdp" not in check_promise.bounded(event):
         return math.inf
@@ -160,7 +160,7 @@ def _share_of_entry(budget: Budget, event: Event) -> float:
 def _total(chain: _Chain, release: Published[Any], composed: Composed) -> Check:
     terms: Any = release.promise.terms
     entries = [entry for entry in chain.entries[: composed.entries] if entry.dataset == composed.dataset]
-    # No figure depends on runs that ended, and steps matter of reconciled runs only: the chain has those.
+    # No figure depends on whether a run has ended, and steps matter for reconciled runs only, which are in the chain.
     account = account_of(composed.dataset, [entry for entry in entries if entry.kind != "commit"], {})
     delta = composed.budget.delta if composed.budget else terms.delta
     spent = (
@@ -181,9 +181,9 @@ def _total(chain: _Chain, release: Published[Any], composed: Composed) -> Check:
 
 
 def ledger_of(release: Published[Any]) -> str | None:
-    """Where the ledger is: as it is asked for, or the file that the recipe of a run names, which may be a stranger's.
+    """Location of the ledger: the user's, or the file that the run's recipe names, which may come from a stranger.
 
-    A run that has no private/ was copied, and is not in the default ledger of this machine.
+    A run without private/ is a copy, so it is not in the default ledger of this machine.
     """
     if release.ledger is not None or release.run is None:
         return release.ledger
@@ -195,7 +195,7 @@ def ledger_of(release: Published[Any]) -> str | None:
 
 
 def chain_at(location: str, head: Json | None) -> _Chain:
-    """A ledger's chain, whole, which contains ``head`` if one is given; Wrong where it cannot be read."""
+    """A ledger's unbroken chain, which contains ``head`` if given; raises Wrong if it cannot be read or verified."""
     try:
         return _open(location, head)
     except (DpllmError, sqlite3.Error, OSError) as error:
@@ -209,7 +209,7 @@ def _open(location: str, head: Json | None) -> _Chain:
         path = Path(location).resolve()
         companions = [path.with_name(f"{path.name}-{end}") for end in ("wal", "shm", "journal")]
         for file in (path, *filter(os.path.lexists, companions)):
-            values.check_regular(os.lstat(file), file, MOST_LEDGER)  # SQLite would wait for ever at a pipe
+            values.check_regular(os.lstat(file), file, MOST_LEDGER)  # SQLite would wait forever on a pipe
         name, value = path.name, _read(SQLite(path, read_only=True)) if _is_sqlite(path) else values.read_object(path)
     entries = read_export(value, Path(name))
     if problems := verify_export(value, head):
@@ -218,7 +218,7 @@ def _open(location: str, head: Json | None) -> _Chain:
 
 
 def _is_sqlite(path: Path) -> bool:
-    """Whether SQLite can read it, which alone closes a ledger in use without ending the locks of this process."""
+    """Whether SQLite can read the file; only SQLite can close a ledger in use without releasing this process's locks."""
     with closing(sqlite3.connect(f"{path.as_uri()}?immutable=1", uri=True)) as db:
         try:
             db.execute("PRAGMA schema_version")

@@ -1,8 +1,8 @@
-"""The promise: what a record says of itself, and every number that follows from its event, by one table of fields.
+"""Checks of the promise: a record's own rules, and every number that follows from its event, by one table of fields.
 
-Comes in: a release. Goes out: checks, figures, and which stated ones differ from them. That this event is what ran is asserted,
-and so is that the base model said what lineage has of it: its own card is verified by itself. Opacus is not asked: it would
-import torch.
+Comes in: a release. Goes out: checks, figures, and the stated figures that differ. It is asserted, not verified, that this event
+is what ran and that the base model stated what lineage says of it: that card is verified separately. Opacus' accountant is not
+used, because it would import torch.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from dpllm.verification import values
 from dpllm.verification.values import TOLERANCE, Check, Difference, Published, Wrong
 
 LARGE = 500.0
-"""Epsilon by RDP beyond which PLD has a coarser grid: such an epsilon promises nothing, and would take gigabytes."""
+"""Epsilon by RDP above which PLD uses a coarser grid: such an epsilon protects nobody, and the fine grid takes gigabytes."""
 COARSE = 2e-2
-"""How far PLD on a coarser grid may lie above."""
+"""Relative error of PLD on the coarser grid, upwards."""
 MOST_PARTS, MOST_SETTINGS, MOST_STEPS, LEAST_NOISE = 4, 16, 1_000_000, 0.01
 MAGNIFIED = 1e-5
-"""Relative, where the last bits are magnified: curves fitted to scores, and limits that read deltas down to 1e-10. Processors
+"""Relative, for figures that magnify rounding: curves fitted to scores, and limits that use deltas down to 1e-10. Processors
 round the accountant's Fourier transform differently: on another one gdp_mu moved by 1.2e-6, and epsilon at delta 1e-8 by 1e-8."""
 OF_SUMMARY = 1e-3
-"""Relative, of gdp_mu alone: near deltas of 1e-10 the transform's noise is most of it, and another processor moved it by 5e-4."""
+"""Relative, for gdp_mu only: near delta 1e-10 it is mostly rounding of the transform; another processor moved it by 5e-4."""
 OTHER_VERSION, OTHER_RDP = 1e-3, 1e-2
-"""Relative; how far PLD of another version, and RDP, which has other orders there, may lie from this one."""
+"""Relative difference allowed to another version's PLD, and to its RDP, which may use other orders."""
 MOST_PARENTS = 10
 _NOISE = "randomness.lattice.noise_over_max_grad_norm"
 _LIMITS, _BY_GRID = "limits of attackers", ("epsilon", "other accountants")
 
 
 class Field(NamedTuple):
-    """Fields that are computed again, by a pattern, and the line that says whether they hold.
+    """A pattern of recomputed fields, the line that reports them, and relative tolerances.
 
-    Relative tolerances, where the accountant's version is this one, and where it is another. What nobody can compute stands in
+    ``same`` applies if the accountant's version is this one, ``other`` if it is another. Fields that cannot be computed are in
     ``asserted`` of each ``Artifact``.
     """
 
@@ -59,7 +59,7 @@ class Field(NamedTuple):
 TABLE = (
     Field("epsilon", r"epsilon", TOLERANCE, OTHER_VERSION),
     Field("epsilon", r"accountant\b.*", 0.0, 0.0),
-    Field(_LIMITS, r"(curve|trade_off)\[\d+\]\[0\]", 0.0, 0.0),  # where curves are stated is the same in every version
+    Field(_LIMITS, r"(curve|trade_off)\[\d+\]\[0\]", 0.0, 0.0),  # the deltas of curves are the same in every version
     Field(_LIMITS, r"limits\.gdp_mu", OF_SUMMARY, OTHER_RDP),
     Field(_LIMITS, r"(limits|curve)\b.*", MAGNIFIED, OTHER_RDP),
     Field(_LIMITS, r"trade_off\b.*", 0.0, OTHER_RDP),  # rounded up to four digits
@@ -73,7 +73,7 @@ TABLE = (
     Field("ledger", r"composed\b.*", TOLERANCE, OTHER_VERSION),
     Field("", r".*", 0.0, 0.0),
 )
-"""The first that fits a field says how it is compared."""
+"""The first row that matches a field says how it is compared."""
 
 
 def field_of(name: str) -> Field:
@@ -82,13 +82,13 @@ def field_of(name: str) -> Field:
 
 
 def bounded(event: Event) -> frozenset[str]:
-    """Who knows an event that can be computed in seconds; Wrong for more parts or steps, or less noise, than a run can have."""
+    """Accountants that support an event; raises Wrong for more parts or steps, or less noise, than a run can have."""
     composition = parts_of(event)
     runs = [option for best in composition.selected for option in best.options]
     compositions: list[list[Any]] = [[part for kind in parts for part in kind] for parts in (composition, *runs)]
     too_large = len(runs) > MOST_SETTINGS or any(len(parts) > MOST_PARTS for parts in compositions)
     for part in [part for parts in compositions for part in parts]:
-        group = getattr(part, "group_size", 1)  # whose steps are mixtures of many Gaussians
+        group = getattr(part, "group_size", 1)  # steps of groups are mixtures of many Gaussians
         too_large |= part.times > (MOST_STEPS if group == 1 else 10 * MOST_STEPS // group)
         too_large |= getattr(part, "noise_multiplier", LEAST_NOISE) < LEAST_NOISE
     if too_large:
@@ -100,7 +100,7 @@ def bounded(event: Event) -> frozenset[str]:
 
 
 def pld(event: Event, delta: float, relation: Relation) -> tuple[float, bool]:
-    """Epsilon by PLD, and whether on a coarser grid, which raises it; see ``bounded``."""
+    """Epsilon by PLD, and whether it used the coarser grid, which overstates it; see ``bounded``."""
     if "rdp" in bounded(event):
         upper_bound = accounting.epsilon(event, delta, relation, "rdp")
         if upper_bound > LARGE:
@@ -111,7 +111,7 @@ def pld(event: Event, delta: float, relation: Relation) -> tuple[float, bool]:
 
 
 def figures(promise: Promise) -> tuple[Json, float]:
-    """All that follows from the event of a promise, by field, of the fields that it has; and the least tolerance of epsilon."""
+    """Every field of a promise that follows from its event, by name; and the minimum tolerance of epsilon."""
     terms: Any = promise.terms
     event, relation, delta = terms.event, terms.neighbouring_relation, terms.delta
     known_accountants = bounded(event)
@@ -130,7 +130,7 @@ def figures(promise: Promise) -> tuple[Json, float]:
         unsupported = "prv cannot answer" if "prv" in known_accountants else "prv does not know this event"
         rdp_check = {"name": f"dp-accounting-rdp ({unsupported})", "epsilon": accounting.finite(rdp)}
         computed["cross_check"] = second.to_json() | rdp_check
-    if not coarse:  # an epsilon in the hundreds limits no attacker
+    if not coarse:  # an epsilon in the hundreds does not limit an attacker
         computed |= _attackers(promise.whole or event, event, relation, "curve" in fields)
     if "without_amplification" in fields:
         computed["without_amplification"] = if_shuffled(terms, terms.best_of)
@@ -148,16 +148,16 @@ def _attackers(attacked_event: Event, event: Event, relation: Relation, curves: 
 
 
 def _other_version(terms: Any) -> str:
-    """Which other version of the accountant computed the statement; empty where it is this one, or none is named."""
+    """Names the accountant's version that computed the statement; empty if it is this one, or if none is named."""
     version = accounting.versions()["version"]
     stated = terms.accountant.version if terms is not None else version
     return "" if stated == version else f" (stated by dp-accounting {stated}, computed by {version}, which may differ)"
 
 
 def differing(stated: object, computed: object, terms: Any, path: str = "", least: float = 0.0) -> list[Difference]:
-    """Fields of a JSON value, from ``where`` in a statement, that are not what is computed here.
+    """Fields of a JSON value, at ``path`` in a statement, that differ from the computed ones.
 
-    The accountant's version of ``terms`` says which column of ``TABLE`` holds; ``least`` is the least tolerance of epsilon.
+    The accountant's version in ``terms`` selects the column of ``TABLE``; ``least`` is the minimum tolerance of epsilon.
     """
     other_version = terms is None or bool(_other_version(terms))
 
@@ -170,7 +170,7 @@ def differing(stated: object, computed: object, terms: Any, path: str = "", leas
 
 
 def rules(release: Published[Any]) -> Iterator[Check]:
-    """What has to hold of the facts whatever they promise."""
+    """Checks the rules that the facts must follow whatever they promise."""
     outcomes = release.artifact.rules(release.record)
     values.hold(outcomes, release.again)
     if outcomes:
@@ -178,7 +178,7 @@ def rules(release: Published[Any]) -> Iterator[Check]:
 
 
 def asserted_fields(release: Published[Any]) -> Iterator[Check]:
-    """What nobody can compute."""
+    """Lists the fields that nobody can compute."""
     terms = cast(Any, release.promise.terms)
     stated = {**(terms.to_json() if terms else {}), **release.record.to_json()}
     for name, (fields, reason) in release.artifact.asserted.items():
@@ -195,7 +195,7 @@ def _has(value: Any, field: str) -> bool:
 
 
 def check(release: Published[Any]) -> Iterator[Check]:
-    """Every figure that follows from the event, by the line of the table that it stands in."""
+    """Checks every figure that follows from the event, one line for each name in the table."""
     promise, terms = release.promise, cast(Any, release.promise.terms)
     if promise.reason is not None:
         attempted = "" if terms is None else " The attempted Plan is checked below."
@@ -228,7 +228,7 @@ def _compared(release: Published[Any], stated: Json, computed: Json, epsilon_tol
 
 def _in_words(name: str, figure: Any) -> str:
     if name == "accountants":
-        return ", ".join(f"{each.upper()} {value:.6g}" for each, value in figure.items() if value is not None)
+        return ", ".join(f"{key.upper()} {value:.6g}" for key, value in figure.items() if value is not None)
     return f"{name} {figure:.6g}" if isinstance(figure, float) else name
 
 
@@ -249,11 +249,11 @@ def _second_accountant(release: Published[Any], computed: Json) -> Iterator[Chec
         raise Wrong(f"cross_check names an accountant that dpllm never uses for this event. {release.again}")
 
 
-# The models before it.
+# Earlier models.
 
 
 def check_lineage(release: Published[Any]) -> Iterator[Check]:
-    """Each ancestor's epsilon against its event, and the composition of those on the same data."""
+    """Checks each ancestor's epsilon against its event, and the composition of those on the same data."""
     promise, lineage = release.promise, release.promise.lineage
     if lineage is None:
         if promise.terms is not None or promise.reason is not None:

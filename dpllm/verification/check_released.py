@@ -1,7 +1,7 @@
-"""What was released without a training run: statistics, alone or beside a run, and labels that were randomised at the source.
+"""Checks of releases without training: statistics, alone or together with a run, and labels randomised at the source.
 
-Comes in: a release; a ledger or none. Goes out: checks. That such numbers were drawn from such data, or that a coin was tossed
-for each label, nobody can see in a file: that is the author's word, and stays asserted.
+Comes in: a release; a ledger or none. Goes out: checks. No file can show that the numbers were drawn from these data, or that a
+coin was tossed for each label: that is the author's word, so it is asserted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_DATA = 2**34
 
 
 def statistics(release: Published[Any]) -> Iterator[Check]:
-    """What was released about the data: its epsilon, alone and with all else, against its events."""
+    """Checks the epsilon of released statistics, alone and with all other releases, against their events."""
     promise, record = release.promise, release.promise.statistics
     if record is None:
         return
@@ -53,7 +53,7 @@ def statistics(release: Published[Any]) -> Iterator[Check]:
     if isinstance(record, BesideRun):
         computed["with_run"] = state.beside_run(record, terms, promise.reason is None).with_run
     stated = {name: getattr(record, name) for name in computed}
-    # Which version of the accountant computed it is not stated.
+    # The version of the accountant is not stated.
     understated = standalone and record.epsilon < computed["epsilon"] * (1 - TOLERANCE)
     if (wrong := check_promise.differing(stated, computed, terms, "statistics")) or understated:
         raise Wrong(f"{values.listed(wrong or ['epsilon'])} is not what the statistics cost. {release.again}")
@@ -63,8 +63,8 @@ def statistics(release: Published[Any]) -> Iterator[Check]:
 
 
 def _is_statistic(release: Release, rows: int) -> bool:
-    """Whether dpllm releases such a statistic: by its mechanism, with the error that its epsilon gives, of such a value."""
-    if release.vectors is not None:  # for which sums alone pay
+    """Whether dpllm releases such a statistic: its mechanism, its error at this epsilon, and the form of its value."""
+    if release.vectors is not None:  # charged as Gaussian sums only
         return isinstance(release.event, SelfComposed) and _is_embedded(release, release.event.count)
     declared, value = release.declared.model_dump(exclude_none=True), release.value or {}
     kinds = {"": "units", "values": "shares", "numbers quantile": "quantiles"}
@@ -82,7 +82,7 @@ def _is_statistic(release: Release, rows: int) -> bool:
 
 
 def _is_embedded(release: Release, sums: int) -> bool:
-    """Whether clusters or a classifier have as many sums as their mechanism, and a whole count for each name."""
+    """Whether clusters or a classifier have the number of sums of their mechanism, and an integer count for each name."""
     declared, value = release.declared, release.value or {}
     kind: embedded.Kind = "clusters" if declared.clusters else "classifier"
     expected = embedded.figures(kind, release.noise_multiplier, sums)
@@ -104,7 +104,7 @@ def _is_embedded(release: Release, sums: int) -> bool:
 
 
 def of_model(export: Published[PrivacyRecord]) -> Iterator[Check]:
-    """What a statement says of its training labels."""
+    """Checks what a statement says about its training labels."""
     labels, earlier = export.record.labels, export.record.labels_before
     if export.run is not None:
         loss_epsilon = export.run.load_config().data.label_epsilon
@@ -118,7 +118,7 @@ def of_model(export: Published[PrivacyRecord]) -> Iterator[Check]:
 
 
 def labels_file(flipped: Published[LabelRecord]) -> Iterator[Check]:
-    """The file of flipped labels beside its record."""
+    """Checks the file of flipped labels against its record."""
     yield from _label_draw(flipped, flipped.record)
     name = flipped.artifact.sources[0].removesuffix(SUFFIX) + ".jsonl"
     data = flipped.directory / name
@@ -133,7 +133,7 @@ def labels_file(flipped: Published[LabelRecord]) -> Iterator[Check]:
 
 
 def vectors(folder: Published[Embedded]) -> Iterator[Check]:
-    """Shapes and numbers of centres or weights."""
+    """Checks shapes and numbers of centres or weights."""
     path = folder.directory / released.VECTORS
     with values.regular(path, released.MOST_VECTORS):
         released.read_vectors(path, folder.record.releases[0])
@@ -151,7 +151,7 @@ def _label_draw(release: Published[Any], labels: Labels) -> Iterator[Check]:
     chain = check_ledger.chain_at(location, None)
     check_ledger.charged(chain, name, [labels.paid], release.again)
     account = [e for e in chain.entries if e.dataset == labels.dataset and e.kind in ("reserve", "import")]
-    # Without a total (of models before, some counted other units) what is stated is this draw alone.
+    # Without a total (if earlier models counted other units), only this draw is stated.
     events, stated_epsilon = [event_of(e) for e in account], labels.account_epsilon or labels.unit_epsilon
     position = account.index(chain.reserved()[labels.entry]) + 1
     held, epsilon_at_draw = added(*events), added(*events[:position])

@@ -1,7 +1,7 @@
-"""Rows that a model wrote: each line is a row as its record says.
+"""Checks rows that a model wrote: each line is a row as its record describes.
 
-Comes in: a folder of rows. Goes out: checks. That a mechanism drew these rows from such data is asserted: nobody can compute it.
-Keeps no row.
+Comes in: a folder of rows. Goes out: checks. That a mechanism drew these rows from the data is asserted, since nobody can compute
+it. Stores no row.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from dpllm.verification.values import (
 )
 
 OF_MODEL = "model: "
-"""Before the names of checks of the model that wrote a data set."""
+"""Prefix of the checks of the model that wrote a data set."""
 MOST_LINE, MOST_ROWS = 2**22, 5_000_000
-"""Of data/train.jsonl; five million rows take half a minute."""
+"""Bytes of a line and number of rows in data/train.jsonl; five million rows take half a minute."""
 
 
 def of_model(folder: Published[DataSet]) -> Iterator[Check]:
-    """Rows by a tuned model."""
+    """Checks rows by a tuned model."""
     yield _rows(folder, folder.record.record, folder.record.codes)
 
 
 def current(folder: Published[DataSet]) -> Iterator[Check]:
-    """run/ against the card that the run has now."""
+    """Compares run/ with the run's current card."""
     if folder.run is None:
         return
-    for name, theirs in folder.record.files.items():
-        if read_bytes(folder.run.export / theirs) != read_bytes(folder.directory / name):
-            raise Wrong(f"{name} is not the run's current {theirs}. {folder.again}")
+    for name, exported in folder.record.files.items():
+        if read_bytes(folder.run.export / exported) != read_bytes(folder.directory / name):
+            raise Wrong(f"{name} is not the run's current {exported}. {folder.again}")
     yield verified("run", "run/ holds the card and the statement that the run has now, byte for byte.")
 
 
 def model_of(folder: Published[DataSet]) -> Published[PrivacyRecord]:
-    """The model that wrote them, as far as run/ has it."""
+    """The model that wrote the rows, as far as run/ contains it."""
     data = folder.record
-    hashes = {theirs: data.record.files.get(name, "") for name, theirs in data.files.items()}
+    hashes = {exported: data.record.files.get(name, "") for name, exported in data.files.items()}
     page, run = read_text(folder.directory / MODEL_CARD), folder.directory / "run"
     return Published(MODEL, run, data.statement, page, folder.run, folder.ledger, hashes)
 
 
 def of_inference(folder: Published[Inference]) -> Iterator[Check]:
-    """Rows by private inference, and how many units voted."""
+    """Checks rows by private inference, and the number of units that voted."""
     record = folder.record
     yield _rows(folder, record, codes(record, record.statistics))
     units = record.texts * record.batch_size
@@ -68,7 +68,7 @@ def of_inference(folder: Published[Inference]) -> Iterator[Check]:
 
 
 def _rows(folder: Published[Any], record: Written, codes: set[str] | None) -> Check:
-    """Each line is one row, with the stated columns in their order, which hold text, and codes that could be asked for."""
+    """Checks that each line is one row, with the stated columns of text in order and with released codes."""
     columns, number = list(record.columns), 0
     with regular(folder.directory / ROWS) as file:
         while line := file.readline(MOST_LINE + 1):

@@ -1,8 +1,8 @@
 """OpenSSF model signatures: who vouches for an export.
 
-Comes in: an export directory, and a key of an elliptic curve as a PEM file. Goes out: ``model.sig`` over all files beside it, and
-what such a signature proves. The package model-signing (the extra ``sign``) does the cryptography, without network; a signature
-of a stranger is read with limits before that package sees it.
+Comes in: an export directory, and an elliptic-curve key as a PEM file. Goes out: ``model.sig`` over all other files, and what a
+signature proves. The package model-signing (the extra ``sign``) does the cryptography, without network; an untrusted signature
+is read with limits before that package sees it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _NAME = "signature"
 _AGAIN = "Take all files from where the model was published, or sign again: dpllm card RUN --sign KEY."
 _FIELDS = {"mediaType", "verificationMaterial", "dsseEnvelope", "publicKey", "tlogEntries", "hint"}
 _FIELDS |= {"payload", "payloadType", "signatures"}
-"""Of a signature, all that model-signing writes: of a field under a second name it could read another one than is read here."""
+"""All fields of a signature by model-signing: given a field under a second name, it could read another one than this module."""
 
 
 def sign(directory: Path, key: Path) -> Path:
-    """Signs every file of an export; returns the path of the signature, which replaces an older one.
+    """Signs every file of an export and returns the path of the signature, which replaces an older one.
 
     Args:
         directory: An export directory with a card.
@@ -61,28 +61,28 @@ def sign(directory: Path, key: Path) -> Path:
 
 
 def check(directory: Path, public_key: Path | None = None) -> Check:
-    """What the signature of an export proves.
+    """Checks the signature of an export.
 
     Args:
         directory: An export directory.
-        public_key: Of whoever is trusted, as PEM; None: nobody is.
+        public_key: PEM file of a trusted author; None: nobody is trusted.
 
     Guarantee:
-        ``verified`` is said only if the holder of `public_key` signed every file that privacy.json lists, privacy.json and the
-        card, and no other file. A signature of other files fails with or without a key.
+        ``verified`` is returned only if the holder of `public_key` signed every file that privacy.json lists, privacy.json and
+        the card, and no other file. A signature of other files fails with or without a key.
 
     Raises:
-        ConfigError: `public_key` is no such key, or model-signing is not installed.
+        ConfigError: `public_key` is not such a key, or model-signing is not installed.
     """
     if public_key is None:
         return tried(_NAME, _check, directory, "", None)
-    # What else lies there is not signed, such as what a download adds; the names are compared here.
+    # Other files, such as those that a download adds, are not signed; the names are compared here.
     verifier = _with_key("--public-key", public_key).set_ignore_unsigned_files(True)
     return tried(_NAME, _check, directory, public_key.name, verifier)
 
 
 def _check(directory: Path, name: str, verifier: Any) -> Check:
-    """``verifier`` is None where no key is named."""
+    """``verifier`` is None if no key is named."""
     path = directory / SIGNATURE
     if not os.path.lexists(path):
         if verifier is not None:
@@ -108,7 +108,7 @@ def _check(directory: Path, name: str, verifier: Any) -> Check:
             pass
     try:
         verifier.verify(directory, path)
-    except Exception as error:  # whatever a stranger's signature makes the package raise
+    except Exception as error:  # an untrusted signature may make the package raise anything
         raise Wrong(
             f"the key in {name} did not sign these files ({type(error).__name__}); {SIGNATURE} names the key {hint}. Do not "
             "trust them, or name the key of their author."
@@ -117,7 +117,7 @@ def _check(directory: Path, name: str, verifier: Any) -> Check:
 
 
 def _read(path: Path) -> tuple[str, dict[str, str]]:
-    """What a signature says, unchecked: the SHA-256 of the public key, and that of each file."""
+    """The unchecked content of a signature: the SHA-256 of the public key, and that of each file."""
     try:
         bundle = read_object(path)
         envelope, material = bundle["dsseEnvelope"], bundle["verificationMaterial"]
@@ -134,7 +134,7 @@ def _read(path: Path) -> tuple[str, dict[str, str]]:
 
 
 def _with_key(option: str, key: Path) -> Any:
-    """Signs or verifies with a key, by one thread, all files but the signature, and no links."""
+    """A signer or verifier with a key: one thread, all files except the signature, and no links."""
     if not key.is_file():
         raise ConfigError(f"{option} {key}: no such file, so nothing can be done with that key. Type its path.")
     try:

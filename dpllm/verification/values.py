@@ -1,7 +1,7 @@
-"""What is verified, and what came of it; files of strangers, read with limits.
+"""Releases to verify, the results of checks, and reading of untrusted files with limits.
 
-Comes in: a path. Goes out: JSON as the standard has it and text of bounded length, or one sentence about what is wrong; lines of
-"verified", "asserted" or "failed". Executes nothing, follows no link, and knows no check.
+Comes in: a path. Goes out: standard JSON and text of bounded length, or one sentence about what is wrong; lines of "verified",
+"asserted" or "failed". Executes nothing, follows no link, and must not know any check.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ MOST_BYTES = 64 * 2**20
 MOST = {"README.md": 2**22, "config.yaml": 2**16, "tokenizer.json": MOST_BYTES, "tokenizer_config.json": 2**23}
 MOST |= {"model.safetensors.index.json": 2**24, "canaries.json": 2**24, "audits.jsonl": 2**24, ".png": 2**24}
 MOST |= {"train.jsonl": 2**32, ".safetensors": 2**43, ".parquet": MOST_BYTES, ".npy": MOST_BYTES, ".csv": MOST_BYTES}
-"""Bytes of a file of that name, or else of that kind: some times what the largest one has that is known."""
+"""Maximum bytes by file name, or else by suffix: several times the largest known file."""
 MOST_OTHER = 2**20
 BYTES_OF_VALUE = 16
-"""Of JSON: a file holds at most one value for so many of the bytes that it may have."""
+"""A JSON file may hold one value for each 16 bytes of its maximum size."""
 MOST_MEMORY = 2**30
 WRITE_AGAIN = "Write the card again: dpllm card RUN."
 _RESTORE = "Take the file from where the model was published, or write the card again: dpllm card RUN."
 
 
 class Wrong(Exception):
-    """Something that contradicts what is stated, as one sentence or more: what, and what to do."""
+    """Something contradicts the statement; the message says what, and what to do."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line: what was looked at, and whether it holds, is only said, or does not hold."""
+    """One line: what was checked, and whether it is verified, only asserted, or failed."""
 
     name: str
     status: Status
@@ -58,7 +58,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verification:
-    """All checks of one published run."""
+    """All checks of one release."""
 
     path: str
     checks: tuple[Check, ...]
@@ -73,7 +73,7 @@ class Verification:
         return f"Verification of {self.path}: " + ", ".join(f"{number} {status}" for status, number in counts.items())
 
     def to_json(self) -> Json:
-        """As ``dpllm verify --json`` prints it."""
+        """The output of ``dpllm verify --json``."""
         checks = [asdict(check) for check in self.checks]
         counts = {status: sum(c.status == status for c in self.checks) for status in ("verified", "asserted", "failed")}
         return {"path": self.path, "failed": self.failed, "counts": counts, "checks": checks}
@@ -83,8 +83,8 @@ class Verification:
 class Published(Generic[Stated]):
     """One release as a reader finds it.
 
-    ``record`` keeps to its schema, and ``card`` is README.md. ``run`` is the run directory that it lies in, where it does, and
-    ``ledger`` where to look for the ledger, if not where the run says. The check of the files fills ``hashes``, SHA-256 by path.
+    ``record`` follows its schema, and ``card`` is README.md. ``run`` is the run directory that contains the release, if any, and
+    ``ledger`` the location of the ledger, if it differs from the run's. The check of files fills ``hashes``, SHA-256 by path.
     """
 
     artifact: Artifact[Stated]
@@ -97,27 +97,27 @@ class Published(Generic[Stated]):
 
     @cached_property
     def promise(self) -> Promise:
-        """What is promised."""
+        """What the release promises."""
         return self.artifact.promise(self.record)
 
     @property
     def again(self) -> str:
-        """What to do about what is wrong."""
+        """What to do if a check fails."""
         return self.artifact.again
 
     @property
     def source(self) -> str:
-        """The files that all else follows from, in words."""
+        """Names of the files from which everything else follows."""
         return " and ".join(self.artifact.sources)
 
 
 def read_facts(artifact: Artifact[Stated], directory: Path) -> Stated:
-    """The facts of a release; Wrong where a file cannot be read, is of another version, or does not follow its schema."""
+    """The facts of a release; raises Wrong if a file is unreadable, of another version, or does not follow its schema."""
     return facts_of(artifact, [read_object(directory / name) for name in artifact.sources])
 
 
 def facts_of(artifact: Artifact[Stated], values: Sequence[Json]) -> Stated:
-    """The same of the JSON of its sources."""
+    """``read_facts`` for the JSON values of the sources."""
     name, version = artifact.sources[0], values[0].get("schema_version")
     if json.dumps(version) != json.dumps(artifact.version):  # 1.0 and true are other values
         raise Wrong(
@@ -134,13 +134,13 @@ def facts_of(artifact: Artifact[Stated], values: Sequence[Json]) -> Stated:
 
 
 def hold(rules: Mapping[str, bool], advice: str) -> None:
-    """Refuses, with ``Wrong``, what is wrong where a rule does not hold; ``again``: what to do about it."""
+    """Raises ``Wrong`` with the problems whose rule does not hold; ``advice`` says what to do."""
     if wrong := [problem for problem, holds in rules.items() if not holds]:
         raise Wrong(f"{listed(wrong)}. {advice}")
 
 
 def guarded(name: str, check: Callable[..., Iterator[Check]], *arguments: object) -> Iterator[Check]:
-    """The lines of one check; one more where it finds something wrong, or where the files are not as dpllm writes them."""
+    """The lines of one check, with a failed line at the end if it raises an error."""
     try:
         yield from check(*arguments)
     except (Wrong, DpllmError, OSError) as error:
@@ -151,27 +151,27 @@ def guarded(name: str, check: Callable[..., Iterator[Check]], *arguments: object
 
 
 def tried(name: str, step: Callable[..., Check], *arguments: object) -> Check:
-    """The same of a check of one line."""
+    """``guarded`` for a check of one line."""
     return next(guarded(name, lambda: iter([step(*arguments)])))
 
 
 def verified(name: str, detail: str) -> Check:
-    """It was computed again, and agrees."""
+    """A line for a value that was recomputed and agrees."""
     return Check(name, "verified", plain(detail))
 
 
 def asserted(name: str, detail: str) -> Check:
-    """Nobody can compute it from what is published."""
+    """A line for a value that cannot be computed from the published files."""
     return Check(name, "asserted", plain(detail))
 
 
 def failed(name: str, detail: str) -> Check:
-    """It contradicts what is stated."""
+    """A line for a value that contradicts the statement."""
     return Check(name, "failed", plain(detail))
 
 
 def plain(text: object) -> str:
-    """One line without control characters, cut where it is long: what is shown may come from a stranger's file."""
+    """One line of at most ``LONGEST`` printable characters: the text may come from an untrusted file."""
     line = " ".join(str(text).split())
     line = "".join(sign if sign.isprintable() else "?" for sign in line)
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 4]} ..."
@@ -186,14 +186,14 @@ def close(stated: object, computed: object, tolerance: float = TOLERANCE) -> boo
 
 
 class Difference(NamedTuple):
-    """A field of which two JSON values say different things; ``ABSENT`` where one says nothing."""
+    """A field in which two JSON values differ; ``ABSENT`` if one of them lacks it."""
 
     field: str
     stated: object
     found: object
 
     def __str__(self) -> str:
-        """The field, with both values where they are short."""
+        """The field, with both values, shortened."""
         return f"{self.field} (stated {_short(self.stated)}, computed {_short(self.found)})"
 
 
@@ -208,9 +208,9 @@ def _short(value: object) -> str:
 def differences(
     stated: Any, computed: Any, path: str = "", tolerance: float | Callable[[str], float] = TOLERANCE
 ) -> Iterator[Difference]:
-    """Where two JSON values differ by more than rounding, of which counts have none; 1, 1.0, true and "1" all differ.
+    """Fields in which two JSON values differ by more than rounding (integers: at all); 1, 1.0, true and "1" all differ.
 
-    ``tolerance`` is relative; a function gives that of a field.
+    ``tolerance`` is relative, and may be a function of the field's name.
     """
     if isinstance(stated, dict) and isinstance(computed, dict):
         for key in sorted(stated.keys() | computed.keys()):
@@ -228,16 +228,16 @@ def differences(
 
 
 def listed(names: Sequence[object], limit: int = 4) -> str:
-    """Some names, and how many more there are."""
+    """The first ``limit`` names, and the number of the others."""
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(map(str, names[:limit])) + rest
 
 
 @contextmanager
 def bounded_memory(extra: int | None = None) -> Iterator[None]:
-    """Lets this process take ``more`` than it holds (None: ``MOST_MEMORY``), where Linux says what that is: stated sizes may lie.
+    """Limits further memory of this process to ``extra`` bytes (None: ``MOST_MEMORY``) on Linux, as stated sizes may be false.
 
-    An allocation beyond it is an error, and so a failed check.
+    A larger allocation raises an error, and so gives a failed check.
     """
     usage = Path("/proc/self/statm")
     if not usage.exists():
@@ -255,13 +255,13 @@ def bounded_memory(extra: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def regular(path: Path, max_bytes: int | None = None) -> Iterator[BinaryIO]:
-    """A regular file, open for reading, of at most so many bytes, or of those that ``MOST`` allows for its name.
+    """Opens a regular file for reading, of at most ``max_bytes``; None: what ``MOST`` allows for its name.
 
     Raises:
-        Wrong: It is missing, a link, no file, too large, mostly a hole, or not readable.
+        Wrong: It is missing, a link, not a regular file, too large, mostly a hole, or not readable.
     """
     try:
-        # A link could lead anywhere, and opening a pipe would wait for ever.
+        # A link could lead anywhere, and opening a pipe would block forever.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(handle, "rb") as file:
             status = os.fstat(handle)
@@ -276,12 +276,12 @@ def regular(path: Path, max_bytes: int | None = None) -> Iterator[BinaryIO]:
 
 
 def most_bytes(path: Path) -> int:
-    """What ``MOST`` allows for a file of that name."""
+    """Maximum size of a file of that name."""
     return MOST.get(path.name, MOST.get(path.suffix, MOST_OTHER))
 
 
 def _has_hole(handle: int) -> bool:
-    """Whether a part of a file is on no disk, where the file system tells: terabytes of zeros cost their sender nothing."""
+    """Whether the file system reports a hole in a file: terabytes of zeros cost their sender nothing."""
     with suppress(OSError):
         hole, end = os.lseek(handle, 0, os.SEEK_HOLE), os.lseek(handle, 0, os.SEEK_END)
         os.lseek(handle, 0, os.SEEK_SET)
@@ -290,7 +290,7 @@ def _has_hole(handle: int) -> bool:
 
 
 def check_regular(status: os.stat_result, path: Path, max_bytes: int) -> None:
-    """Refuses what is no regular file of bounded size."""
+    """Refuses anything that is not a regular file of at most ``max_bytes``."""
     if not stat.S_ISREG(status.st_mode):
         raise Wrong(f"{path.name} is not a regular file. {_RESTORE}")
     if status.st_size > max_bytes:
@@ -298,13 +298,13 @@ def check_regular(status: os.stat_result, path: Path, max_bytes: int) -> None:
 
 
 def read_bytes(path: Path, max_bytes: int | None = None) -> bytes:
-    """What such a file holds."""
+    """The content of a file that ``regular`` accepts."""
     with regular(path, max_bytes) as file:
         return file.read()
 
 
 def read_text(path: Path) -> str:
-    """A file of UTF-8; ``Wrong`` where it is none, see ``regular``."""
+    """The text of a UTF-8 file; raises ``Wrong`` if it is not one, see ``regular``."""
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError:
@@ -312,7 +312,7 @@ def read_text(path: Path) -> str:
 
 
 def fit(*paths: Path) -> None:
-    """Refuses files of a run that code which trusts its files will read: a pipe, a link, one that is too large or no JSON."""
+    """Refuses unsafe files before code that trusts a run's files reads them: pipes, links, too large ones, invalid JSON."""
     for path in filter(os.path.lexists, paths):
         with regular(path):
             pass
@@ -321,10 +321,10 @@ def fit(*paths: Path) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object: no key twice, no NaN, no number beyond a float, no more values or levels than such a file needs.
+    """Reads a JSON object: no key twice, no NaN, no number beyond a float, a bounded number of values and levels.
 
     Raises:
-        Wrong: It is none.
+        Wrong: The file is not such an object.
     """
     try:
         return parsed(read_bytes(path), most_bytes(path) // BYTES_OF_VALUE)
@@ -334,7 +334,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parsed(content: bytes, max_values: int) -> dict[str, Any]:
-    """A JSON object of at most ``most`` values, of whose size nothing was parsed before; a ValueError where it is none."""
+    """A JSON object of at most ``max_values`` values, counted before parsing; raises ValueError if it is not one."""
     check_shape(content, max_values)
     value = json.loads(
         content.decode("utf-8"), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_no_key_twice

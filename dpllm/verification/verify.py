@@ -1,13 +1,13 @@
-"""``dpllm verify``: which statements of a release hold, which are only said, and which do not hold.
+"""``dpllm verify``: which statements of a release are verified, which are only asserted, and which fail.
 
-Comes in: a run directory, an export directory, a data set, or a record of what was released. Goes out: a ``Verification``, one
-line for each thing that was looked at. One sequence of checks for all kinds, see ``dpllm.card.artifact``.
-Must not import torch, load a tensor, use the network, write anything but a card back as it was, or end with anything but such
-lines: whatever a stranger's file does, it is a failed check.
+Comes in: a run directory, an export directory, a data set, or a record of a release. Goes out: a ``Verification``, one line for
+each check. All kinds go through the same sequence of checks, see ``dpllm.card.artifact``.
+Must not import torch, load a tensor, use the network, write anything except restoring a card, or raise because of a file's
+content: a malformed file gives a failed check.
 
 Guarantee:
-    ``verified`` is said only of what was computed again here from the files at hand. What somebody could have made up who
-    makes all files anew is called ``asserted``.
+    ``verified`` means that the value was recomputed here from the available files. A value that somebody could make up by
+    making all files anew is called ``asserted``.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _WRITTEN = (CARD, BLOCK, SIGNATURE, tradeoff_figure.FILE, synthetic.RECORD, infe
 _FOLDERS: dict[str, Artifact[Any]] = {
     synthetic.RECORD: synthetic.ARTIFACT,
     inference.RECORD: inference.ARTIFACT,
-    released.VECTORS: EMBEDDED,  # describe.json lies in run directories, too
+    released.VECTORS: EMBEDDED,  # describe.json is in run directories, too
 }
-"""File by which a folder is known -> what it holds. A new kind is one line here, and the module of its ``Artifact``."""
+"""File that identifies a folder -> its kind. A new kind is one line here, and the module of its ``Artifact``."""
 
 
 @values.bounded_memory()
@@ -58,18 +58,18 @@ def verify(path: Path, *, ledger: str | None = None, public_key: Path | None = N
     """Checks a release.
 
     Args:
-        path: A run directory, whose export/ is looked at together with its recipe, Plan and record; an export directory; the
-            folder of a synthetic data set, also of one that was written by private inference, or that of clusters or a
-            classifier; or a record of randomised labels.
-        ledger: A ledger's file, an export of one, or a PostgreSQL URL; None: the one that the recipe of a run names, if it is
-            there.
-        public_key: Of the author whom the caller trusts, as PEM; None: whose key signed is only asserted.
+        path: A run directory, whose export/ is checked together with its recipe, Plan and record; an export directory; the
+            folder of a synthetic data set (also one written by private inference), of clusters or of a classifier; or a
+            record of randomised labels.
+        ledger: A ledger's file, an export of one, or a PostgreSQL URL; None: the ledger that the recipe of a run names, if it
+            exists.
+        public_key: PEM file of the author whom the caller trusts; None: the signer is only asserted.
 
     Returns:
         All checks, in a fixed order.
 
     Raises:
-        ConfigError: The path holds nothing that could be verified, or ``public_key`` is none that can be used.
+        ConfigError: The path contains nothing to verify, or ``public_key`` cannot be used.
     """
     try:
         release = _opened(path, ledger)
@@ -84,7 +84,7 @@ def verify(path: Path, *, ledger: str | None = None, public_key: Path | None = N
 
 
 def _opened(path: Path, ledger: str | None) -> Published[Any]:
-    """A release, whose files were read and follow their schema; Wrong where they are not, and ConfigError where it is none."""
+    """Reads a release; raises Wrong if its files do not follow their schema, and ConfigError if there is no release."""
     if path.name.endswith(SUFFIX) and path.is_file():
         of_labels = replace(LABELS, sources=(path.name,))
         return Published(of_labels, path.parent, values.read_facts(of_labels, path.parent), ledger=ledger)
@@ -99,7 +99,7 @@ def _opened(path: Path, ledger: str | None) -> Published[Any]:
 
 
 def insist(path: Path, ledger: str | None = None) -> Verification:
-    """All checks of what is about to be published; ``Refused`` where one of them failed."""
+    """All checks of a release that is about to be published; raises ``Refused`` if one fails."""
     verification = verify(path, ledger=ledger)
     if failures := [check for check in verification.checks if check.status == "failed"]:
         count = f" ({len(failures)} checks fail)" if len(failures) > 1 else ""
@@ -112,7 +112,7 @@ def insist(path: Path, ledger: str | None = None) -> Verification:
 
 @contextmanager
 def undone_unless_verified(root: Path) -> Iterator[None]:
-    """Around what writes the card of a run directory or of a data set: its files are as they were if it, or ``insist``, fails."""
+    """Restores the files of a run directory or data set if the block, which writes its card, or ``insist`` fails."""
 
     def written_files() -> dict[Path, bytes]:
         paths = (root / below / name for below in ("", "export", "run") for name in _WRITTEN)
@@ -131,7 +131,7 @@ def undone_unless_verified(root: Path) -> Iterator[None]:
 
 
 def _export_and_run(path: Path) -> tuple[Path, RunDir | None]:
-    """The export directory, and the run directory where there is one."""
+    """The export directory, and the run directory if there is one."""
     if not path.is_dir():
         similar = difflib.get_close_matches(path.name, [sibling.name for sibling in path.parent.glob("*/")], 1)
         problem = "no such directory" + (f" (did you mean {similar[0]}?)" if similar else "")
@@ -139,7 +139,7 @@ def _export_and_run(path: Path) -> tuple[Path, RunDir | None]:
         raise ConfigError(f"{path}: {problem}. Type a run or export directory, or a Hub id, which can be verified.")
     run = RunDir(path)
     at_top, below = ({name for name in (BLOCK, CARD) if os.path.lexists(at / name)} for at in (path, run.export))
-    if at_top:  # a card at the top is the one that a reader sees, whatever lies below it
+    if at_top:  # readers see the card at the top, whatever is below it
         return path, None
     if not (run.config.exists() and run.export.is_dir()):
         raise ConfigError(
@@ -150,7 +150,7 @@ def _export_and_run(path: Path) -> tuple[Path, RunDir | None]:
     return run.export, run
 
 
-# What only one kind has.
+# Checks of a single kind.
 
 
 def _run(export: Published[PrivacyRecord]) -> Iterator[Check]:
@@ -167,7 +167,7 @@ def _statement_of_run(export: Published[PrivacyRecord], run: RunDir) -> Check:
     plan = read_plan(run) if config.privacy.enabled else None
     if plan and record.manifest.get(run.plan.name) != plan.digest:
         raise Wrong(f"plan.json is not the Plan with which the run was made. {_AGAIN}")
-    # An audit and the figure of the card, which are checked by themselves, come behind the run.
+    # An audit and the figure of the card, which are checked separately, are written after the run.
     later = {name: digest for name, digest in export.hashes.items() if name.startswith("audit/")}
     later |= {name: digest for name, digest in export.hashes.items() if name == tradeoff_figure.FILE}
     folder = run.audit_dir(True)
@@ -199,7 +199,7 @@ COMMON: Checks = (
     ("lineage", check_promise.check_lineage),
     ("ledger", check_ledger.check),
 )
-"""What is checked of every kind of release."""
+"""Checks of every kind of release."""
 OWN: dict[str, Checks] = {
     MODEL.kind: (
         ("kinds of files", check_folder.contents),
@@ -212,4 +212,4 @@ OWN: dict[str, Checks] = {
     EMBEDDED.kind: (("vectors", check_released.vectors),),
     LABELS.kind: (("labels", check_released.labels_file),),
 }
-"""And of one kind alone."""
+"""Checks of one kind alone."""

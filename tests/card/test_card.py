@@ -323,7 +323,7 @@ def test_a_private_file_is_not_published_under_any_name(tmp_path: Path, name: st
     path = run.export / name
     (os.link if link else shutil.copy)(run.metrics, path)
     if name.startswith("audit/"):
-        with pytest.raises(ConfigError, match=f"{name} holds what a file in private/ holds"):
+        with pytest.raises(ConfigError, match=f"{name} is a copy of a file in private/"):
             write_card(run)
     else:
         write_card(run)

@@ -121,7 +121,7 @@ def test_rows_of_another_model_or_release_get_no_card_of_this_one(tmp_path: Path
         if missing:
             (folder / "run" / "privacy.json").unlink()
             del before[folder / "run" / "privacy.json"]
-        with pytest.raises(ConfigError, match="wrote these rows"):
+        with pytest.raises(ConfigError, match="these rows come from other weights"):
             write_dataset_card(folder, run)
         assert contents(folder) == before
 

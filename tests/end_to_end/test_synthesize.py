@@ -132,7 +132,7 @@ def test_an_interrupted_data_set_ends_in_the_same_bytes(
     part = tmp_path / "part"
     stopped = dpllm_("synthesize", finished.run, "--output", part, *order)
     assert (stopped.code, part.exists()) == (1, False)
-    assert "The same command goes on" in stopped.err
+    assert "The same command continues" in stopped.err
     left = tmp_path / ".part.draft.jsonl"
     with open(left, "ab") as file:
         file.write(torn)
