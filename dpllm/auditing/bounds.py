@@ -1,4 +1,4 @@
-"""Lower bounds on epsilon: what one audited run, or many, prove about the privacy that they had.
+"""Lower bounds on epsilon: from one audited run, or from many.
 
 Comes in: one score for each canary of a repetition group, and the coins; or one score of each of many runs. Goes out: a
 number that exceeds the true epsilon with probability at most alpha. Knows neither models nor texts.
@@ -27,9 +27,9 @@ from dpllm.statement.audit_bounds import OneRunBound, Side
 # A legend of shapes: M candidates, K weights, W outcomes of a sum of weights, F frequencies; P runs with a canary, N without.
 
 LARGEST_EPSILON = 64.0
-"""No bound is sought above it."""
+"""The largest bound that is searched for."""
 _TOLERANCE = 1e-9
-_WEIGHTS = 8  # K: twice as many find 0.5% more, and take twice as long
+_WEIGHTS = 8  # K: twice as many raise bounds by 0.5% and take twice as long
 
 
 class Outcome(NamedTuple):
@@ -267,7 +267,7 @@ def _distribution_of_score(counts_K: tuple[int, ...], epsilon: float) -> NDArray
     return law_W
 
 
-# Many runs, each of which is one trial.
+# Bounds from many runs, each of which is one trial.
 
 ASSUMES = "each trial is a training run of its own, its threshold chosen without these trials"
 

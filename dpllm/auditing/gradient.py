@@ -1,9 +1,9 @@
-"""What a run shows of its gradient canaries: lower bounds on epsilon, the noise, and how often they were drawn.
+"""Tests on the gradient canaries of a run: lower bounds on epsilon, the noise, and how often they were drawn.
 
-Comes in: what each step released along each canary, how far the weights went, and the coins. Goes out: a table, which is
-published, and what follows from it. Torch is not imported, so that anyone can compute it again.
+Comes in: the projections on each canary of every released step and of the change in weights, and the coins. Goes out: a table,
+which is published, and conclusions. Must not import torch, so that anyone can recompute them.
 
-Shape suffixes: T steps, M canaries, I those whose coins said in, O the others.
+Shape suffixes: T steps, M canaries, I inserted ones, O the others.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dpllm.run.projections import BandedTurns
 from dpllm.statement.audit_bounds import GradientAudit, WeightsAudit
 
 SHARE_OF_ALPHA = 0.5
-"""Of the audit's alpha, what the tests of gradient canaries take together."""
+"""Share of the audit's alpha for all tests of gradient canaries together."""
 SHARE_OF_WEIGHTS = 0.2
-"""Of what remains for bounds, what the bound from the weights alone takes; the rest is for whoever saw every step."""
+"""Share of the remaining alpha for the bound from the weights alone; the rest is for the bound from every step."""
 SHARE_OF_MEASURES = 0.05
-"""Of the audit's alpha, what the test of the noise takes, and that of the draws: they are powerful, and the bound is not."""
+"""Shares of the audit's alpha for the test of the noise and for that of the draws: both are more powerful than the bound."""
 CONFIDENCE = 0.95
 LEAST_SPREAD, MOST_SPREAD, SMALLEST = 1e-6, 1e9, -800.0
 """Of what is expected of the weights: noise in units of C beyond which it is all, or 0; logarithm of a share that is not
@@ -43,19 +43,19 @@ what earlier steps released: where the loss is concave along a canary, they shor
 
 @dataclass(frozen=True, eq=False)
 class GradientTable:
-    """One row for each gradient canary, from the steps that were seen.
+    """One row for each gradient canary, from the observed steps.
 
     Of banded noise, x_t below is what was released times the matrix C, so that its noise is independent, and y_t what the b steps
     from t on show of a contribution to step t (``banded.matched``), in turns of the canary's own group alone; else y_t = x_t.
 
     Attributes:
-        inserted_M: The coins.
+        inserted_M: The coins; True if inserted.
         score_M: Logarithm of the likelihood ratio of "joins with probability b q" against "never", summed over y.
         squares_M: Sum over disjoint pairs of neighbouring steps of (x_{t+1} - x_t)^2 / 2, x what was released along the canary
             over C: the square of the noise, whatever the two steps have in common.
         total_M: Sum of y over steps: how often it was drawn, and noise.
-        steps: How many were seen.
-        pairs: How many pairs of them.
+        steps: Number of observed steps.
+        pairs: Number of pairs of them.
         sampling_rate: q of the Plan, in (0, 1].
         noise: Standard deviation of the Plan's noise over C, > 0; of banded noise, of its fresh part.
         coefficients: c_0, ..., c_{b-1} of banded noise; none for independent noise.

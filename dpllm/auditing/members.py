@@ -1,8 +1,8 @@
-"""Membership inference on real rows: what the tuned model gives away about rows that trained, beside rows that did not.
+"""Membership inference on real rows: scores of rows that trained against rows that did not.
 
-Comes in: two models, the rows of both sides. Goes out: a report of counts and areas, computed from private rows and covered
-by no guarantee, for private/ alone. It names no row and quotes no text. It must not speak about epsilon: real rows became
-members by nobody's coin.
+Comes in: two models, the rows of both sides. Goes out: a report of counts and areas, computed from private rows and not
+covered by the guarantee, so only for private/. It names no row and quotes no text. Must not conclude anything about epsilon: no
+coins decided which real rows became members.
 """
 
 from __future__ import annotations
