@@ -173,7 +173,7 @@ def greedy_extraction(rows: Sequence[CanaryScores]) -> dict[str, int]:
 
 
 def log_prob(table: TokenTable, model: Model, scheme: Scheme = "all_tokens") -> Floats:
-    """log p_z in nats, shape (S,): one sample is exactly the scored tokens with probability p_z; -inf if it cannot be."""
+    """Shape (S,), log p_z in nats: one sample is exactly the scored tokens with probability p_z; -inf if it cannot be."""
     column = {"all_tokens": "log_prob", "top_k": "top_k_log_prob"}[scheme]
     # Rounding can make the log-probability of a token with probability 1 positive.
     result: Floats = np.minimum(table.sums(getattr(table, f"{model}_{column}_N")), 0.0)

@@ -59,8 +59,8 @@ class GradientTable:
         sampling_rate: q of the Plan, in (0, 1].
         noise: Standard deviation of the Plan's noise over C, > 0; of banded noise, of its fresh part.
         coefficients: c_0, ..., c_{b-1} of banded noise; none for independent noise.
-        weights_M: How far the weights went against the canary, from before the first step to after the last; None: a table of a
-            version that did not keep them.
+        weights_M: Change of the weights against the canary, from before the first step to after the last; None: the table is
+            from a version that did not record it.
     """
 
     inserted_M: NDArray[np.bool_]
@@ -88,18 +88,18 @@ def tabulate(
     turns: BandedTurns | None = None,
     weights_M: ArrayLike | None = None,
 ) -> GradientTable:
-    """The table of a run.
+    """Makes the table of a run.
 
     Args:
-        proj_TM: What was released along each canary, over C; a step with a nan was not seen.
+        proj_TM: Projection of each release on each canary, over C; a step with a nan was not observed.
         coins: Shape (M,).
         sampling_rate: See ``GradientTable``.
         noise: See ``GradientTable``.
-        turns: Where the noise is banded. What an attempt released behind a step that was not seen is not read.
+        turns: For banded noise. Releases of an attempt after an unobserved step are not used.
         weights_M: See ``GradientTable``.
 
     References:
-        The score: Neyman and Pearson's for one step, summed as if steps were independent; that they are not costs power and
+        The score: Neyman and Pearson's for one step, summed as if steps were independent; that they are not costs power,
         not validity. The squares: von Neumann 1941, "Distribution of the Ratio of the Mean Square Successive Difference to
         the Variance".
     """
@@ -118,7 +118,7 @@ def tabulate(
         turn_TM = (np.flatnonzero(seen_T)[:, None] % bands == turns.group_M).astype(float)
         proj_TM = proj_TM.copy()
         proj_TM[seen_T] = white_TM
-    # Disjoint, so that squares of differences are independent; a slow drift of the gradients cancels in each.
+    # Disjoint pairs make the squared differences independent; a slow drift of the gradients cancels in each.
     pairs = [step for step in range(0, len(seen_T) - 1, 2) if seen_T[step] and seen_T[step + 1]]
     differences = proj_TM[[step + 1 for step in pairs]] - proj_TM[pairs]
     return GradientTable(
@@ -143,7 +143,7 @@ def likelihood_ratio(log_ratio_TM: Floats, sampling_rate: float) -> Floats:
 
 
 def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudit:
-    """What the table proves about the run, and what it measures of its noise and its sampling.
+    """Bounds epsilon from the table and tests the noise and the sampling of the run.
 
     Guarantee:
         Of a run that kept its Plan, each of the two bounds exceeds epsilon with probability at most its part of
@@ -242,7 +242,7 @@ def expected_epsilon(table: GradientTable, delta: float) -> float:
         return float(special.logsumexp(weight_K + (count_K * x - count_K**2 / 2) / spread**2))
 
     def above(epsilon: float) -> float:
-        """The larger of the two deltas at epsilon, less ``delta``."""
+        """The larger of the two deltas at epsilon, minus ``delta``."""
         reach = 40 * spread + turns
         ends = log_ratio(-reach), log_ratio(reach)
         joined = absent = 0.0
