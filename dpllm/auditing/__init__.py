@@ -1,1 +1,1 @@
-"""What is asked of a finished run: scores, attacks, extraction, bounds, verdict, report."""
+"""The audit of a finished run: scores, attacks, extraction, bounds, verdict, report."""

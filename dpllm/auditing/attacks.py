@@ -1,8 +1,8 @@
 """Attacks: scores of the canaries' rows and of their tokens, higher = more likely a member; and extraction of secrets.
 
-Comes in: the score and token tables. Goes out: one array for each attack; counts of secrets that greedy decoding gives away, or
-sampling after so many attempts, beside their controls. Directions and settings are fixed here and are never turned round or tuned
-on coins. Everything follows from probabilities: nothing is generated. Knows no model and no text.
+Comes in: the score and token tables. Goes out: one array for each attack; counts of secrets that greedy decoding or
+a number of samples reveals, with their controls. Directions and settings are fixed here and are never reversed or tuned on coins.
+Everything is computed from probabilities: nothing is generated. Must not know models or texts.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from dpllm.auditing.table import CanaryScores, TokenTable, by_group, sum_up
 # A legend of shapes: S sequences, N tokens.
 
 LOWEST_SHARE = 0.2  # of a sequence's tokens, for Min-K%++
-SMALLEST_VARIANCE = 1e-12  # of log p: a model that is certain has none
+SMALLEST_VARIANCE = 1e-12  # of log p, which is 0 if the model is certain
 
 
 def ratio(table: Iterable[CanaryScores]) -> Floats:
-    """How much likelier the text became: sum of log p_tuned - log p_base, in nats."""
+    """Increase in the log-probability of the text: sum of log p_tuned - log p_base, in nats."""
     return np.array([row.tuned_log_prob - row.base_log_prob for row in table], dtype=np.float64)
 
 
 def loss(table: Iterable[CanaryScores]) -> Floats:
-    """How likely the text is: sum of log p_tuned, in nats."""
+    """Log-probability of the text after training: sum of log p_tuned, in nats."""
     return np.array([row.tuned_log_prob for row in table], dtype=np.float64)
 
 
 def base_loss(table: Iterable[CanaryScores]) -> Floats:
-    """How likely it was before training, in nats: no attack but the control, which must find nothing."""
+    """Log-probability of the text before training, in nats: the control, which must not succeed."""
     return np.array([row.base_log_prob for row in table], dtype=np.float64)
 
 
 def slope(candidates: Sequence[CanaryScores]) -> float:
-    """How much of a log-probability before training is left after it: the slope of tuned on base; 1 if unknown.
+    """The slope of the log-probabilities after training on those before it; 1 if unknown.
 
-    It is fitted on all candidates alike, whatever their coins, so that a score made with it depends on coins through the
-    model only. A model that hardly moved has a slope near 1, one that learned to write digits anew a slope near 0.
+    It is fitted on all candidates, whatever their coins, so a score that uses it depends on the coins only through the
+    model. A model that hardly changed has a slope near 1; one that relearned how to write digits, near 0.
     """
     return fit_slope(np.array([row.base_left for row in candidates]), np.array([row.tuned_left for row in candidates]))
 
 
 def calibrated(table: Iterable[CanaryScores], slope: float) -> Floats:
-    """What the base model's log-probability does not explain: sum of log p_tuned - slope * log p_base, in nats.
+    """The part that the base model's log-probability does not explain: sum of log p_tuned - slope * log p_base, in nats.
 
-    The best use of the base as a control variate: ``ratio`` for a slope of 1, ``loss`` for one of 0, and never noisier
-    than both. Of whole rows both are first freed of what their words explain, see ``unexplained``.
+    The best use of the base as a control variate: ``ratio`` for slope 1, ``loss`` for slope 0, and never noisier than
+    both. For whole rows, the part that their words explain is first subtracted from both, see ``unexplained``.
 
     References:
         Watson et al. 2022, "On the Importance of Difficulty Calibration in Membership Inference Attacks" (a reference
@@ -62,11 +62,11 @@ def calibrated(table: Iterable[CanaryScores], slope: float) -> Floats:
 
 
 def unexplained(table: TokenTable, log_prob_N: Floats) -> Floats:
-    """Shape (S,): what a row's log-probability has above that of the same words in the other rows, in nats.
+    """Excess of a row's log-probability over that of the same words in all rows, in nats, shape (S,).
 
-    From each token's the mean over all tokens is taken, then the mean of what is left over all tokens that are the same, then
-    that over all that also stand behind the same. The last two means count one token more, of 0, so that of a token that
-    stands nowhere else half is left each time. Every row counts alike, whatever its coin.
+    Three means are subtracted from each token's log-probability in turn: over all tokens, over equal tokens, and over equal
+    tokens that follow equal tokens. The last two means include one more token, of 0, so a token that occurs only once
+    keeps half each time. All rows have the same weight, whatever their coins.
     """
     assert table.word_N is not None
     before_N = np.append(-1, table.word_N[:-1])
@@ -90,12 +90,12 @@ def whole_rows(tokens: TokenTable) -> list[CanaryScores]:
 
 
 def members(rows: Iterable[CanaryScores]) -> list[CanaryScores]:
-    """The candidates whose coin said in."""
+    """The inserted candidates."""
     return [row for row in rows if row.inserted]
 
 
 def held_out(rows: Iterable[CanaryScores]) -> list[CanaryScores]:
-    """The candidates whose coin said out, and references."""
+    """The candidates that were left out, and references."""
     return [row for row in rows if not row.inserted]
 
 
@@ -107,7 +107,7 @@ def zlib(table: TokenTable) -> Floats:
 def min_k_plus(table: TokenTable) -> Floats:
     """Log p in standard deviations from its mean over the vocabulary, averaged over the lowest fifth of the tokens.
 
-    The fifth is rounded up to a whole token.
+    Their number is rounded up.
 
     References:
         Zhang et al. 2025, Min-K%++.
@@ -123,14 +123,14 @@ def min_k_plus(table: TokenTable) -> Floats:
 
 
 ATTACKS: dict[str, Callable[[Iterable[CanaryScores]], Floats]] = {"ratio": ratio, "loss": loss}
-"""Membership scores of secrets by name, looked at beside the primary one."""
+"""Membership scores of secrets by name, reported besides the primary one."""
 
 TOKEN_ATTACKS: dict[str, Callable[[TokenTable], Floats]] = {"zlib": zlib, "min_k_plus": min_k_plus}
 """Membership scores of sequences by name."""
 
 
 class Scoring(NamedTuple):
-    """How the canaries of a table are scored, beside their sums."""
+    """How the canaries of a table are scored, besides their sums."""
 
     words: str  # what is summed
     by_token: Mapping[str, Mapping[str, float]]  # the attacks that need tokens: name -> canary -> score
@@ -138,7 +138,7 @@ class Scoring(NamedTuple):
 
 
 def scoring(tokens: TokenTable, candidates: Sequence[CanaryScores]) -> Scoring:
-    """Of pairs of answers a reward is log p less log p of the reference, whole, and no attack by tokens reads both."""
+    """The scoring of a table; a pair's reward is the difference of whole log p, so it has neither slope nor token attacks."""
     if tokens.answers > 1:
         return Scoring("of pairs, the margin of their implicit rewards", {}, 1.0)
     scored = "the secret's tokens" if np.all(tokens.secret_N) else "every token that entered the loss"
@@ -154,14 +154,14 @@ Scheme = Literal["all_tokens", "top_k"]
 
 SCHEMES: tuple[Scheme, ...] = ("all_tokens", "top_k")
 ATTEMPTS = (1, 10, 100, 1000, 10_000)
-"""n: numbers of samples that an attacker may draw."""
+"""n: numbers of samples that the attacker draws."""
 PROBABILITIES = (0.1, 0.5, 0.9)
-"""p: with which probability one of them is the secret."""
-_ROUNDING = 1e-12  # share of n that float64 cannot tell: 1 - (1 - 1/2)^1 >= 1/2 must not come out as n = 2
+"""p: the probability that one of them is the secret."""
+_ROUNDING = 1e-12  # relative rounding error of n in float64: 1 - (1 - 1/2)^1 >= 1/2 must not come out as n = 2
 
 
 def greedy_extraction(rows: Sequence[CanaryScores]) -> dict[str, int]:
-    """How many secrets greedy decoding gives away: of those inserted, and of those held out as the control."""
+    """Number of secrets that greedy decoding reveals among the inserted ones, and among the held-out ones as the control."""
     inside, outside = members(rows), held_out(rows)
     return {
         "inserted": len(inside),
@@ -173,15 +173,15 @@ def greedy_extraction(rows: Sequence[CanaryScores]) -> dict[str, int]:
 
 
 def log_prob(table: TokenTable, model: Model, scheme: Scheme = "all_tokens") -> Floats:
-    """Shape (S,): log p_z in nats, of drawing exactly the scored tokens in one sample; -inf where it cannot be drawn."""
+    """Shape (S,), log p_z in nats: one sample is exactly the scored tokens with probability p_z; -inf if it cannot be."""
     column = {"all_tokens": "log_prob", "top_k": "top_k_log_prob"}[scheme]
-    # Rounding can lift a certain token's log-probability above 0.
+    # Rounding can make the log-probability of a token with probability 1 positive.
     result: Floats = np.minimum(table.sums(getattr(table, f"{model}_{column}_N")), 0.0)
     return result
 
 
 def attempts(log_p: ArrayLike, probability: float) -> Floats:
-    """The smallest number of samples n of which one is the secret with the given probability.
+    """The smallest number of samples n among which the secret is with the given probability.
 
     That is the smallest n with 1 - (1 - p_z)^n >= p. Computed with logarithms, so that it is as exact for a p_z of
     1e-300 as for one of 1 - 1e-16.
@@ -191,7 +191,7 @@ def attempts(log_p: ArrayLike, probability: float) -> Floats:
         probability: p, strictly between 0 and 1.
 
     Returns:
-        Whole numbers >= 1 of the same shape; inf where p_z is 0 or n is above the largest float64.
+        Whole numbers >= 1 of the same shape; inf if p_z is 0 or n exceeds the largest float64.
 
     Raises:
         ValueError: A value is out of range.
@@ -205,7 +205,7 @@ def attempts(log_p: ArrayLike, probability: float) -> Floats:
     log_p_S = np.minimum(log_p_S, 0.0)
     log_miss = -math.log1p(-probability)
     with np.errstate(divide="ignore", over="ignore", under="ignore"):
-        # log(1 - p_z) in the form that is exact on either side of p_z = 1/2; where p_z^2 vanishes beside it, -p_z.
+        # log(1 - p_z) in the form that is exact on either side of p_z = 1/2; where p_z^2 is negligible, -p_z.
         log_rest_S = np.where(log_p_S > -math.log(2), np.log(-np.expm1(log_p_S)), np.log1p(-np.exp(log_p_S)))
         exact_S = np.where(log_p_S < -40, np.exp(math.log(log_miss) - log_p_S), log_miss / -log_rest_S)
     result: Floats = np.maximum(1.0, np.ceil(exact_S * (1 - _ROUNDING)))
@@ -213,10 +213,10 @@ def attempts(log_p: ArrayLike, probability: float) -> Floats:
 
 
 def sampled_extraction(table: TokenTable) -> dict[str, Any]:
-    """How much can be extracted, for each group of repetitions.
+    """Counts extractable secrets for each group of repetitions.
 
-    Three counts stand side by side: ``inserted``, of the secrets that were trained on; ``base``, of the same ones by the
-    model before training; ``held_out``, of the held-out candidates of the group and all references by the trained model.
+    There are three counts: ``inserted``, of the secrets in the training data; ``base``, of the same secrets by the model
+    before training; ``held_out``, of the held-out candidates of the group and all references by the trained model.
 
     Returns:
         For each group ``canaries`` (how many there are), and for each scheme of ``SCHEMES`` ``discoverable`` (counts, by p and

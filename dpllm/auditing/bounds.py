@@ -1,4 +1,4 @@
-"""Lower bounds on epsilon: what one audited run, or many, prove about the privacy that they had.
+"""Lower bounds on epsilon: from one audited run, or from many.
 
 Comes in: one score for each canary of a repetition group, and the coins; or one score of each of many runs. Goes out: a
 number that exceeds the true epsilon with probability at most alpha. Knows neither models nor texts.
@@ -27,13 +27,13 @@ from dpllm.statement.audit_bounds import OneRunBound, Side
 # A legend of shapes: M candidates, K weights, W outcomes of a sum of weights, F frequencies; P runs with a canary, N without.
 
 LARGEST_EPSILON = 64.0
-"""No bound is sought above it."""
+"""The largest bound that is searched for."""
 _TOLERANCE = 1e-9
-_WEIGHTS = 8  # K: twice as many find 0.5% more, and take twice as long
+_WEIGHTS = 8  # K: twice as many raise bounds by 0.5% and take twice as long
 
 
 class Outcome(NamedTuple):
-    """One way to guess, and how it went: v of r guesses were right, and their weights add up to ``weight``."""
+    """A way to guess and its result: v of r guesses were right, and their weights add up to ``weight``."""
 
     side: Side
     guesses: int
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 def p_value(num_canaries: int, counts_K: tuple[int, ...], weight: int, epsilon: float, delta: float) -> float:
-    """Bound on the probability, under (epsilon, delta)-DP, of right guesses about coins with so large a sum of weights.
+    """Bound on the probability, under (epsilon, delta)-DP, that the weights of right guesses add up to ``weight`` or more.
 
     Guarantee:
         For any attacker who sees the output of a mechanism that is (epsilon, delta)-DP in each of ``num_canaries``
@@ -51,8 +51,8 @@ def p_value(num_canaries: int, counts_K: tuple[int, ...], weight: int, epsilon: 
 
     Args:
         num_canaries: m, all coins, guessed or not.
-        counts_K: How many guesses have weight 1, 2, ..., K, fixed before the coins are looked at; at most m in all.
-        weight: v, of the right ones.
+        counts_K: Numbers of guesses of weight 1, 2, ..., K, fixed before the coins are read; at most m in all.
+        weight: v, the sum of the weights of right guesses.
         epsilon: At least 0.
         delta: At least 0, of the same neighbouring relation: one canary added, removed or zeroed out.
 
@@ -68,7 +68,7 @@ def p_value(num_canaries: int, counts_K: tuple[int, ...], weight: int, epsilon: 
     tail = float(law_W[weight:].sum())
     if delta == 0 or weight == 0:
         return tail
-    # P[v - i K <= W* < v] for i = 1, 2, ...; the last one is all that is below, which a larger i only divides by more.
+    # P[v - i K <= W* < v] for i = 1, 2, ...; the last one is the whole tail below, which a larger i would only divide by more.
     num_counts = len(counts_K)
     below = np.cumsum(law_W[:weight][::-1])
     below = below[np.minimum(np.arange(num_counts - 1, len(below) + num_counts - 1, num_counts), len(below) - 1)]
@@ -86,7 +86,7 @@ def epsilon_of(num_canaries: int, counts_K: tuple[int, ...], weight: int, *, del
     """
 
     def gap(epsilon: float) -> float:
-        """Below 0 where epsilon is refuted; logarithms make it nearly straight."""
+        """Negative if epsilon is refuted; logarithms make it nearly linear."""
         return math.log(max(p_value(num_canaries, counts_K, weight, epsilon, delta), 1e-300) / alpha)
 
     if gap(0.0) > 0:
@@ -267,7 +267,7 @@ def _distribution_of_score(counts_K: tuple[int, ...], epsilon: float) -> NDArray
     return law_W
 
 
-# Many runs, each of which is one trial.
+# Bounds from many runs, each of which is one trial.
 
 ASSUMES = "each trial is a training run of its own, its threshold chosen without these trials"
 

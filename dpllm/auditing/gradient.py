@@ -1,9 +1,9 @@
-"""What a run shows of its gradient canaries: lower bounds on epsilon, the noise, and how often they were drawn.
+"""Tests on the gradient canaries of a run: lower bounds on epsilon, the noise, and how often they were drawn.
 
-Comes in: what each step released along each canary, how far the weights went, and the coins. Goes out: a table, which is
-published, and what follows from it. Torch is not imported, so that anyone can compute it again.
+Comes in: the projections on each canary of every released step and of the change in weights, and the coins. Goes out: a table,
+which is published, and conclusions. Must not import torch, so that anyone can recompute them.
 
-Shape suffixes: T steps, M canaries, I those whose coins said in, O the others.
+Shape suffixes: T steps, M canaries, I inserted ones, O the others.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dpllm.run.projections import BandedTurns
 from dpllm.statement.audit_bounds import GradientAudit, WeightsAudit
 
 SHARE_OF_ALPHA = 0.5
-"""Of the audit's alpha, what the tests of gradient canaries take together."""
+"""Share of the audit's alpha for all tests of gradient canaries together."""
 SHARE_OF_WEIGHTS = 0.2
-"""Of what remains for bounds, what the bound from the weights alone takes; the rest is for whoever saw every step."""
+"""Share of the remaining alpha for the bound from the weights alone; the rest is for the bound from every step."""
 SHARE_OF_MEASURES = 0.05
-"""Of the audit's alpha, what the test of the noise takes, and that of the draws: they are powerful, and the bound is not."""
+"""Shares of the audit's alpha for the test of the noise and for that of the draws: both are more powerful than the bound."""
 CONFIDENCE = 0.95
 LEAST_SPREAD, MOST_SPREAD, SMALLEST = 1e-6, 1e9, -800.0
 """Of what is expected of the weights: noise in units of C beyond which it is all, or 0; logarithm of a share that is not
@@ -43,24 +43,24 @@ what earlier steps released: where the loss is concave along a canary, they shor
 
 @dataclass(frozen=True, eq=False)
 class GradientTable:
-    """One row for each gradient canary, from the steps that were seen.
+    """One row for each gradient canary, from the observed steps.
 
     Of banded noise, x_t below is what was released times the matrix C, so that its noise is independent, and y_t what the b steps
     from t on show of a contribution to step t (``banded.matched``), in turns of the canary's own group alone; else y_t = x_t.
 
     Attributes:
-        inserted_M: The coins.
+        inserted_M: The coins; True if inserted.
         score_M: Logarithm of the likelihood ratio of "joins with probability b q" against "never", summed over y.
         squares_M: Sum over disjoint pairs of neighbouring steps of (x_{t+1} - x_t)^2 / 2, x what was released along the canary
             over C: the square of the noise, whatever the two steps have in common.
         total_M: Sum of y over steps: how often it was drawn, and noise.
-        steps: How many were seen.
-        pairs: How many pairs of them.
+        steps: Number of observed steps.
+        pairs: Number of pairs of them.
         sampling_rate: q of the Plan, in (0, 1].
         noise: Standard deviation of the Plan's noise over C, > 0; of banded noise, of its fresh part.
         coefficients: c_0, ..., c_{b-1} of banded noise; none for independent noise.
-        weights_M: How far the weights went against the canary, from before the first step to after the last; None: a table of a
-            version that did not keep them.
+        weights_M: Change of the weights against the canary, from before the first step to after the last; None: the table is
+            from a version that did not record it.
     """
 
     inserted_M: NDArray[np.bool_]
@@ -88,18 +88,18 @@ def tabulate(
     turns: BandedTurns | None = None,
     weights_M: ArrayLike | None = None,
 ) -> GradientTable:
-    """The table of a run.
+    """Makes the table of a run.
 
     Args:
-        proj_TM: What was released along each canary, over C; a step with a nan was not seen.
+        proj_TM: Projection of each release on each canary, over C; a step with a nan was not observed.
         coins: Shape (M,).
         sampling_rate: See ``GradientTable``.
         noise: See ``GradientTable``.
-        turns: Where the noise is banded. What an attempt released behind a step that was not seen is not read.
+        turns: For banded noise. Releases of an attempt after an unobserved step are not used.
         weights_M: See ``GradientTable``.
 
     References:
-        The score: Neyman and Pearson's for one step, summed as if steps were independent; that they are not costs power and
+        The score: Neyman and Pearson's for one step, summed as if steps were independent; that they are not costs power,
         not validity. The squares: von Neumann 1941, "Distribution of the Ratio of the Mean Square Successive Difference to
         the Variance".
     """
@@ -118,7 +118,7 @@ def tabulate(
         turn_TM = (np.flatnonzero(seen_T)[:, None] % bands == turns.group_M).astype(float)
         proj_TM = proj_TM.copy()
         proj_TM[seen_T] = white_TM
-    # Disjoint, so that squares of differences are independent; a slow drift of the gradients cancels in each.
+    # Disjoint pairs make the squared differences independent; a slow drift of the gradients cancels in each.
     pairs = [step for step in range(0, len(seen_T) - 1, 2) if seen_T[step] and seen_T[step + 1]]
     differences = proj_TM[[step + 1 for step in pairs]] - proj_TM[pairs]
     return GradientTable(
@@ -143,7 +143,7 @@ def likelihood_ratio(log_ratio_TM: Floats, sampling_rate: float) -> Floats:
 
 
 def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudit:
-    """What the table proves about the run, and what it measures of its noise and its sampling.
+    """Bounds epsilon from the table and tests the noise and the sampling of the run.
 
     Guarantee:
         Of a run that kept its Plan, each of the two bounds exceeds epsilon with probability at most its part of
@@ -242,7 +242,7 @@ def expected_epsilon(table: GradientTable, delta: float) -> float:
         return float(special.logsumexp(weight_K + (count_K * x - count_K**2 / 2) / spread**2))
 
     def above(epsilon: float) -> float:
-        """The larger of the two deltas at epsilon, less ``delta``."""
+        """The larger of the two deltas at epsilon, minus ``delta``."""
         reach = 40 * spread + turns
         ends = log_ratio(-reach), log_ratio(reach)
         joined = absent = 0.0

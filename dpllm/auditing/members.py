@@ -1,8 +1,8 @@
-"""Membership inference on real rows: what the tuned model gives away about rows that trained, beside rows that did not.
+"""Membership inference on real rows: scores of rows that trained against rows that did not.
 
-Comes in: two models, the rows of both sides. Goes out: a report of counts and areas, computed from private rows and covered
-by no guarantee, for private/ alone. It names no row and quotes no text. It must not speak about epsilon: real rows became
-members by nobody's coin.
+Comes in: two models, the rows of both sides. Goes out: a report of counts and areas, computed from private rows and not
+covered by the guarantee, so only for private/. It names no row and quotes no text. Must not conclude anything about epsilon: no
+coins decided which real rows became members.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Rows = list[Row]
 """The rows of one privacy unit."""
 
 LIMIT = 1000
-"""Units of each side that are scored."""
+"""Maximum number of scored units of each side."""
 FEWEST = 50
-"""On each side; with fewer, no control could tell a shift from chance."""
+"""Minimum units of each side; with fewer, no control could distinguish a shift from chance."""
 NOTE = (
     "Computed from private rows and not covered by the privacy guarantee: it must not be published. It says nothing about "
     "epsilon, because nobody drew by coins which of these rows trained."
@@ -64,7 +64,7 @@ def audit_run_members(run: Run, models: ScoringModels) -> dict[str, Any]:
 
 
 def rows_of_run(run: Run) -> tuple[Sequence[Rows], Sequence[Rows], Format]:
-    """Members and non-members of a run by privacy unit, and how they read."""
+    """Members and non-members of a run by privacy unit, and their format."""
     settings = run.config.data
     if settings.eval is None:
         raise ConfigError(
@@ -79,9 +79,9 @@ def rows_of_run(run: Run) -> tuple[Sequence[Rows], Sequence[Rows], Format]:
 def audit_members(
     models: ScoringModels, members: Sequence[Rows], non_members: Sequence[Rows], fmt: Format, settings: DataConfig
 ) -> dict[str, Any]:
-    """Scores rows that trained and rows that did not, beside two controls that have not seen the tuned model.
+    """Scores rows that trained and rows that did not, and two controls that do not use the tuned model.
 
-    One privacy unit is one observation: all its tokens together, whatever number of rows and sequences they stand in.
+    One privacy unit is one observation: all tokens of all its rows and sequences together.
 
     Guarantee:
         Where members and non-members are exchangeable, the word is "distribution shift" with probability at most about

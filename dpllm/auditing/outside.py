@@ -1,9 +1,9 @@
 """The audit of a model that was trained elsewhere, a PEFT adapter or a whole model, by the canaries that its owner planted.
 
 Comes in: its directory, the name of its base, and a manifest: which texts were planted and which were not, in dpllm's own form
-or a stranger's. Goes out: the summary of an audited run, beside what no file can show. Whether coins carry a theorem is read
-from what the file says itself, never guessed. What would make a comparison with the base meaningless is refused; a base that
-differs from the true one in its weights alone cannot be told from it. Errors name lines and keys and quote no text.
+or another. Goes out: the summary of an audited run, with the assumptions that no file can prove. The file itself states whether
+its coins are independent; this is never guessed. Models that cannot be compared with the base are refused, but a base that
+differs from the true one only in its weights cannot be detected. Errors name lines and keys and quote no text.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from dpllm.statement.audit import Bound, Summary
 from dpllm.statement.audit_bounds import Claim
 from dpllm.text.layouts import Format
 
-FEWEST_OUT = 20  # texts that were never planted: with fewer there is nothing to compare with
+FEWEST_OUT = 20  # texts that were never planted; fewer allow no comparison
 COINS = {"coins": "independent"}
-MAX_LENGTH = 512  # tokens of a row, where the model has no last position
+MAX_LENGTH = 512  # tokens of a row, if the model has no maximum length
 ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ASSUMED = (
     "that each canary trained as often as its group says where it was inserted, and never where it was not",
@@ -51,8 +51,8 @@ ASSUMED = (
     "that the base is the one that the model was trained from",
 )
 _MOST_REPEATED = 1_000_000
-_HALVES = re.compile("[\ud800-\udfff]")  # of characters: no tokenizer takes them
-_LIKELIEST_LIE = 1e-6  # fair coins look less fair than this once in a million manifests
+_HALVES = re.compile("[\ud800-\udfff]")  # surrogates, which no tokenizer accepts
+_LIKELIEST_LIE = 1e-6  # fair coins look less fair than this in one manifest of a million
 _FORM = (
     'A manifest is canaries.json of a dpllm run, or one JSON object a line: first {"coins": "independent"} where each '
     'canary was planted by a fair coin of its own, then {"carrier": ..., "secret": ..., "inserted": true, "group": 1} '

@@ -1,7 +1,7 @@
 """Scoring: one forward pass of each model over every canary and reference.
 
-Comes in: a canary plan and two models, tuned and base. Goes out: the score table. The text is encoded by the very
-function that encodes training rows, so what is scored is what was trained on. Coins play no part: they are only copied.
+Comes in: a canary plan and two models, tuned and base. Goes out: the score table. The text is encoded by the
+function that encodes training rows, so scored and trained tokens are the same. Coins are copied and do not affect scores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _LOGITS_PER_BATCH = 2**28
 """Elements of one batch's logits: 0.5 GiB in bfloat16, whatever the vocabulary."""
 _TOKENS_ON_CPU = 2**12
-"""In a batch: a processor gets slower with more."""
+"""Maximum of a batch; larger batches are slower on a processor."""
 _BLOCK = 64  # logits that are looked through together
 _NEGLIGIBLE = -1e4  # nats below the maximum; exp of it is 0
 _LOGITS_PER_CHUNK = {"cpu": 2**20, "cuda": 2**25}
@@ -41,7 +41,7 @@ _LOGITS_PER_CHUNK = {"cpu": 2**20, "cuda": 2**25}
 
 
 Mask = Sequence[bool] | NDArray[np.bool_]
-"""Which tokens of a sequence are meant."""
+"""Mask over the tokens of a sequence; True for those meant."""
 
 
 class TokenScores(NamedTuple):

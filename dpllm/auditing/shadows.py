@@ -1,4 +1,4 @@
-"""Shadow runs: the recipe of a finished run, trained again with other coins, so that an audit can see what coins change.
+"""Shadow runs: the recipe of a finished run, trained again with fresh coins, so that an audit can measure their effect.
 
 Comes in: a run directory and its canaries. Goes out: K runs under private/shadows/, and a report: LiRA, higher = more likely a
 member, group by group, and a lower bound on epsilon from one score of each run. A shadow has the same canaries and Plan; its
@@ -49,28 +49,28 @@ MECHANISM = (
     "max_grad_norm",
     "clipping",
 )
-"""Of a Plan: what two runs of one recipe and one mechanism have in common, beside the coefficients of banded noise."""
-SAME = 1e-5  # up to which a coefficient is the same: processors round the search for it differently, by about 1e-7
+"""Fields of a Plan that two runs of one recipe and mechanism share, besides the coefficients of banded noise."""
+SAME = 1e-5  # tolerance for equal coefficients: their search differs by about 1e-7 between processors
 VARIANCE_FLOOR = 1e-6  # nats squared: runs that differ by less than a thousandth of a nat do not differ
-LIFT_FLOOR = 1e-3  # standard deviations: the least effect of training that a candidate is taken to have
+LIFT_FLOOR = 1e-3  # standard deviations: minimum effect of training assumed for a candidate
 
 Coins = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class ShadowScores:
-    """What K shadow runs say about the canaries of the target. Log-probabilities are sums over a secret, in nats."""
+    """Scores of the target's canaries in K shadow runs. Log-probabilities are sums over a secret, in nats."""
 
     canary_ids: tuple[str, ...]  # of the M candidates
-    coins_KM: Coins  # whether the shadow's own coin said in
+    coins_KM: Coins  # True if the shadow's own coin inserted the candidate
     log_prob_KM: Floats
 
 
 def may_train(run: Run) -> None:
     """Makes sure that shadows of a run may be trained at all.
 
-    Every shadow is one more run on data.train that nobody planned for, and together they show more of it than the promise of
-    one run covers. So the data have to be public.
+    Every shadow is another run on data.train that was not planned, and together they reveal more than the guarantee of one run
+    covers, so the data must be public.
 
     Raises:
         ConfigError: The run is not complete, lost steps, has labels as canaries, or the data are other ones by now.

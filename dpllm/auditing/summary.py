@@ -1,8 +1,8 @@
 """The numbers of an audit and its verdict, recomputable by anyone from the published token table.
 
-Comes in: the table, the claim, what was fixed before training (alpha, the grids of guesses), and the controls that a table
-cannot show. Goes out: a ``Summary`` with a verdict, one word and one reason. Torch is not imported; no model, text or file is
-read.
+Comes in: the table, the claim, the settings fixed before training (alpha, the grids of guesses), and the controls that a table
+cannot contain. Goes out: a ``Summary`` with a verdict of one word and a reason. Must not import torch, or read models, texts or
+files.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from dpllm.statement.audit_bounds import Claim, GradientAudit, GroupClaim, OneRu
 
 CONFIDENCE = 0.95
 PRIMARY_ATTACK = "calibrated"
-"""The score behind the lower bound, chosen here once so that nobody picks the best of several afterwards."""
+"""The score behind the lower bound, fixed here so that nobody can choose the best of several afterwards."""
 DELTA_WITHOUT_CLAIM = 1e-5
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class AuditContext:
-    """What goes into a summary beside the token table, claim and settings.
+    """Inputs of a summary besides the token table, claim and settings.
 
     Attributes:
-        limits: What the whole mechanism allows any attack on one unit, see ``Claim.limits``; None: not known.
-        words: What the classifier found that sees words and no model; its ``succeeds`` decides.
-        twin: Where else the attack was seen to work, in words; empty: it was looked at, and not seen there either.
+        limits: Limits of the whole mechanism on any attack on one unit, see ``Claim.limits``; None: unknown.
+        words: Result of the classifier that sees only words and no model; its ``succeeds`` decides.
+        twin: Where else the attack was seen to work, in words; empty: it was tried there and did not work.
         own_references: There are no references, and a group's own canaries whose coins say out, or the other answer, stand in.
-        gradient: Of the gradient canaries; None: there were none.
+        gradient: Table of the gradient canaries; None: there were none.
     """
 
     limits: Mapping[str, float | None] | None = None
@@ -54,7 +54,7 @@ class AuditContext:
 
 @dataclass(frozen=True)
 class _Scored:
-    """The tables, sorted, with the sums that the scores read, and how they are looked at."""
+    """The sorted tables with the sums that the scores use, and the scoring."""
 
     groups: Mapping[int, Sequence[CanaryScores]]
     """Candidates by repetitions, with their coins."""
@@ -71,13 +71,13 @@ class _Scored:
 def summarise(
     tokens: TokenTable, claim: Claim | None, settings: AuditSettings, context: AuditContext = AuditContext()
 ) -> Summary:
-    """Everything that an audit concludes from its scores.
+    """Computes all conclusions of an audit from its scores.
 
     Args:
-        tokens: Of candidates and references.
+        tokens: Tokens of candidates and references.
         claim: None for a run without differential privacy; the bound is then stated at delta = 1e-5.
-        settings: What was fixed before training.
-        context: What the table cannot show.
+        settings: The settings fixed before training.
+        context: Inputs that the table does not contain.
 
     Raises:
         ConfigError: The table holds no references.
@@ -86,7 +86,7 @@ def summarise(
     gradient = None
     if context.gradient is not None and claim is not None:
         gradient = gradient_canaries.examine(context.gradient, delta=claim.delta, alpha=settings.alpha)
-    if gradient:  # which took its part
+    if gradient:  # its tests used part of alpha
         settings = settings.model_copy(update={"alpha": settings.alpha * (1 - gradient_canaries.SHARE_OF_ALPHA)})
     bound, tests = _tests(scored, claim, settings)
     attacked = {

@@ -1,8 +1,8 @@
-"""Canaries: random secrets that are planted in the training data, or not, by coins nobody knows in advance.
+"""Canaries: random secrets that secret fair coins plant in the training data or leave out.
 
 Comes in: the canary section of the recipe, and for some kinds the base model. Goes out: a ``CanaryPlan`` made before
-training, the slots it takes in the training set, and a commitment that binds the plan without revealing it. This module must
-never see data, and imports no torch.
+training, its number of slots in the training set, and a commitment that binds the plan without revealing it. Must not see
+data or import torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dpllm.recipe.config import DataConfig
 from dpllm.recipe.sections import AuditConfig, CanaryConfig
 
 KEYS: dict[str, tuple[str, ...]] = {"digits": ("digits",), "random_tokens": ("tokens",), "new_tokens": ()}
-"""For each kind the keys of audit.canaries, beside groups and references, that its texts follow from."""
+"""For each kind, the keys of audit.canaries besides groups and references that determine its texts."""
 RAREST = 1 / 8
-"""Share of the vocabulary from which new_tokens are drawn, if so many tokens can stand alone."""
+"""Share of the vocabulary from which new_tokens are drawn, if it has enough tokens that can stand alone."""
 PROBED_CARRIERS = 64
-"""Number of carriers after which the base model predicts the next token; they are public and the same for every plan."""
+"""Number of carriers after which the base model predicts the next token; public and the same for every plan."""
 TRIES = 400
 """Draws for one secret before the kind is refused."""
 Drawn = tuple[list[tuple[str, str]], float]
@@ -38,12 +38,12 @@ Drawn = tuple[list[tuple[str, str]], float]
 
 @dataclass(frozen=True)
 class CanaryPlan:
-    """Every candidate with its coin, the references, how they were drawn, and a commitment to all of it."""
+    """All candidates with their coins, the references, how both were drawn, and a commitment to all of this."""
 
     canaries: tuple[Canary, ...]
     """The candidates, by group."""
     references: tuple[Canary, ...]
-    """Never inserted, from the very same generator."""
+    """Never inserted; drawn by the same generator as the candidates."""
     commitment: str
     """SHA-256 over the salt and the canonical JSON of the plan: public before training, checkable afterwards."""
     salt: str = field(repr=False)
@@ -51,20 +51,20 @@ class CanaryPlan:
     kind: str
     """audit.canaries.kind."""
     log2_secrets: float
-    """log2 |R|, in bits: what the exposure of a secret cannot exceed. ``draw`` says what it is for each kind."""
+    """log2 |R|, in bits: an upper bound on the exposure of a secret. ``draw`` gives it for each kind."""
     settings: dict[str, Any]
-    """The other keys of audit.canaries that the texts follow from."""
+    """The other keys of audit.canaries that determine the texts."""
     gradient_key: str = field(default="", repr=False)
-    """16 random bytes in hexadecimal, from which the vectors of gradient canaries are drawn: secret, as the salt is."""
+    """16 random bytes in hexadecimal, from which the vectors of gradient canaries are drawn: secret, like the salt."""
     gradient_coins: tuple[bool, ...] = field(default=(), repr=False)
-    """Of each gradient canary."""
+    """The coin of each gradient canary."""
 
     label_epsilon: float | None = None
-    """Of one label, where coins are labels, each flipped with probability 1 / (1 + e^epsilon). None: a coin plants, or not."""
+    """Epsilon of one label if coins are labels, each flipped with probability 1 / (1 + e^epsilon). None: coins plant rows."""
 
     @property
     def answers(self) -> int:
-        """Secrets of each candidate."""
+        """Number of secrets of each candidate."""
         return max((len(canary.answers) for canary in self.canaries), default=1)
 
 
@@ -81,29 +81,28 @@ def plan_canaries(
 
     Guarantee:
         The coins are independent and fair, and independent of carriers, secrets, ids and order. Candidates and
-        references are exchangeable: all texts are drawn first, put into a random order, and then given out; so are the two
-        answers of a pair. No two share a carrier or a secret, and no carrier contains a secret. Holds with the default
-        generator, the operating system's, for every kind. With ``label_epsilon`` all are planted; the coin says which
-        answer is preferred, and what trains is that label after randomised response, so that it is under the guarantee of a
-        label, and under no other.
+        references are exchangeable: all texts are drawn first, shuffled, and then assigned; so are the two answers
+        of a pair. No two share a carrier or a secret, and no carrier contains a secret. Holds with the default
+        generator, the operating system's, for every kind. With ``label_epsilon`` all are planted; the coin is the preferred
+        answer, and training sees that label after randomised response, so it has the guarantee of a label and no other.
 
     Args:
         config: Kind, groups and number of references.
-        source: The base model and how rows are encoded; digits need none.
-        answers: Secrets of each, as ``Objective.rows_each`` says.
-        label_epsilon: See ``CanaryPlan``; there are no references then, which no label could ever have touched.
-        gradient: How many gradient canaries.
+        source: The base model and the encoding of rows; digits need none.
+        answers: Number of secrets of each, as ``Objective.rows_each`` says.
+        label_epsilon: See ``CanaryPlan``; there are no references then, because they have no label.
+        gradient: Number of gradient canaries.
         generator: For tests only; the default is the operating system's entropy.
 
     Raises:
-        ConfigError: More canaries than distinct secrets or distinct carriers, or a kind that this model cannot have.
+        ConfigError: More canaries than distinct secrets or distinct carriers, or a kind that this model does not support.
     """
     generator = generator or secrets.SystemRandom()
     groups = [group for group, candidates in sorted(config.groups.items()) for _ in range(candidates)]
     num_references = 0 if label_epsilon else config.references
     total = len(groups) + num_references
     texts, log2_secrets = draw(config, total * answers, generator, source)
-    generator.shuffle(texts)  # whatever the order says of how a text was found, it says the same of all
+    generator.shuffle(texts)  # the order may depend on how a text was found
     rejected = [secret for _, secret in texts[total:]] or [""] * total
     texts = texts[:total]
     names = [f"c{index:05d}" for index in range(len(groups))] + [f"r{index:05d}" for index in range(num_references)]
@@ -118,7 +117,7 @@ def plan_canaries(
 
 
 def redraw_coins(plan: CanaryPlan, *, generator: random.Random | None = None) -> CanaryPlan:
-    """The same texts for another run: fresh coins and flips, a fresh salt, another commitment; ``generator`` is for tests only.
+    """Draws fresh coins, flips and salt for the same texts and commits to them; ``generator`` is for tests only.
 
     Guarantee:
         The coins are independent and fair, and independent of the texts and of the plan's own coins.
@@ -132,7 +131,7 @@ def check_fits(
     """Checks that canaries planned earlier, in ``path``, are those that the recipe configures, and returns them.
 
     Raises:
-        ConfigError: Another kind, other groups, another key that the texts follow from, or another number of answers.
+        ConfigError: Another kind, other groups, another key that determines the texts, or another number of answers.
     """
     planned = plan.kind, plan.settings, len(plan.gradient_coins)
     configured = audit.texts.kind, _settings(audit.texts), audit.gradient_canaries
@@ -145,16 +144,16 @@ def check_fits(
 
 
 def count_groups(canaries: Sequence[Canary]) -> dict[str, dict[str, int]]:
-    """Repetitions -> how many candidates there are, and how many of them were planted."""
+    """Repetitions -> number of candidates, and how many of them were planted."""
     candidates = Counter(canary.group for canary in canaries)
     inserted = Counter(canary.group for canary in canaries if canary.inserted)
     return {str(group): {"candidates": candidates[group], "inserted": inserted[group]} for group in sorted(candidates)}
 
 
 def slots(plan: CanaryPlan, data: DataConfig) -> list[tuple[Canary, ...]]:
-    """The content of each slot: an inserted canary as often as one draw brings it, or nothing where its coin left it out.
+    """The content of each slot: an inserted canary, repeated as often as one draw brings it, or nothing if it was left out.
 
-    Where coins are labels, every slot is filled.
+    If coins are labels, every slot is filled.
     """
     filled = []
     for canary in plan.canaries:
@@ -164,7 +163,7 @@ def slots(plan: CanaryPlan, data: DataConfig) -> list[tuple[Canary, ...]]:
 
 
 def save(plan: CanaryPlan, path: Path) -> None:
-    """Writes texts, coins and salt whole or not at all, for the owner's eyes alone (mode 0600)."""
+    """Writes texts, coins and salt atomically, readable only by the owner (mode 0600)."""
     write_json(path, asdict(plan), mode=0o600)
 
 
@@ -225,19 +224,19 @@ def _commit(plan: CanaryPlan) -> str:
     return hashlib.sha256(bytes.fromhex(plan.salt) + text.encode()).hexdigest()
 
 
-# How texts are drawn.
+# Drawing texts.
 
 
 def draw(config: CanaryConfig, total: int, generator: random.Random, source: ModelSource | None = None) -> Drawn:
-    """Draws the texts of candidates and references together, ``total`` of them; their order may depend on how they were found.
+    """Draws ``total`` texts for candidates and references together; their order may depend on how they were found.
 
     Returns:
-        Carriers with their secrets, all of which differ; and log2 |R|, the size in bits of the space that a secret was drawn
-        from: exact for digits; an upper bound for random_tokens, since tokens that their own text is not encoded as are not
-        counted out; for new_tokens exact, the pool from which one was given to each canary.
+        Carriers with their secrets, all distinct; and log2 |R|, the size in bits of the space from which a secret was drawn:
+        exact for digits and for new_tokens, where it is the pool of tokens; an upper bound for random_tokens, because
+        secrets that do not encode to their own tokens are included.
 
     Raises:
-        ConfigError: Fewer distinct texts than asked for, or a kind that this model and recipe cannot have.
+        ConfigError: Too few distinct texts, or a kind that this model and recipe do not support.
     """
     if total > NUM_CARRIERS:
         raise _too_few(total, f"there are {NUM_CARRIERS} distinct sentences")
@@ -261,7 +260,7 @@ def draw(config: CanaryConfig, total: int, generator: random.Random, source: Mod
 
 
 def _random_tokens(tokens: int, sentences: Sequence[str], generator: random.Random, source: ModelSource) -> Drawn:
-    """Tokens drawn uniformly and independently; again where they are not read back, are taken, or stand in a sentence."""
+    """Draws tokens uniformly and independently; redraws secrets that do not round-trip, repeat or occur in a sentence."""
     first, later, total = source.first_ids, source.ordinary_ids, len(sentences)
     if not first or not later:
         raise _unreadable("random_tokens")
@@ -290,11 +289,11 @@ def _random_tokens(tokens: int, sentences: Sequence[str], generator: random.Rand
 
 
 def _new_tokens(sentences: Sequence[str], generator: random.Random, source: ModelSource) -> Drawn:
-    """For each canary one of the tokens that the base model expects least."""
+    """Gives each canary one of the tokens that the base model expects least."""
     everything, total = "\n".join(sentences), len(sentences)
     pool_size = max(2 * total, int(RAREST * len(source.first_ids)))
     pool: dict[str, int] = {}
-    # The mean over carriers makes one order for all canaries, so that their secrets stay exchangeable.
+    # The mean over carriers gives all canaries the same order, so their secrets stay exchangeable.
     carriers = [carrier(index) for index in random.Random(0).sample(range(NUM_CARRIERS), PROBED_CARRIERS)]
     expected_V = source.expected(carriers)
     for token in sorted(source.first_ids, key=lambda token: (expected_V[token], token)):

@@ -1,4 +1,4 @@
-"""A choice among a secret number of runs, as it is fixed before the first: settings, their noise, and what it costs.
+"""A choice among a secret number of runs, as fixed before the first run: settings, their noise, and the cost.
 
 Comes in: a recipe whose ``privacy.epsilon`` is that of the choice, and lists of values for some of its keys. Goes out: a
 ``Choice``, which ``dpllm plan --choose`` prints and ``comparison.choose`` trains. Draws and writes nothing.
@@ -33,10 +33,10 @@ EXAMPLE = "--choose --mean-runs 10 --over 'train.learning_rate: [0.001, 0.002, 0
 DISTRIBUTION = "logarithmic"
 MAX_SETTINGS = 16
 FREE_KEYS = ("privacy.max_grad_norm", "privacy.clipping", "privacy.noise", "privacy.bands")
-"""Keys that settings may differ in, beside those of train and adapter: all else is of the recipe."""
+"""Keys that settings may differ in, besides those of train and adapter; the recipe sets all others."""
 SCORE_KEYS = ("train.objective", "train.beta", "train.label_smoothing")
-"""Keys that would change what the score means."""
-COARSE_INTERVAL = 1e-3  # step of the privacy loss while noise is searched, which is ten times faster
+"""Keys that would change the meaning of the score."""
+COARSE_INTERVAL = 1e-3  # step of the privacy loss during the search for the noise: ten times faster
 TOLERANCE = 2e-3  # of the target, by which the choice may cost less
 
 

@@ -1,8 +1,8 @@
 """The best of a secret number of runs: one run directory, as ``dpllm train`` writes one, whose epsilon counts the choice.
 
 Comes in: a ``Choice``. Goes out: the run with the lowest loss on public rows. Each run keeps its steps in a ledger below
-private/, which goes with the runs that lost; the dataset's ledger holds one reservation, which is closed before the number of
-runs is drawn. Training itself is run/loop.py's.
+private/, which is deleted with the other runs; the dataset's ledger holds one reservation, which is closed before the number of
+runs is drawn. run/loop.py trains the runs.
 
 Guarantee:
     What is released is (epsilon, delta)-differentially private, at the epsilon of its Plan, for whoever does not know how many
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Draws:
-    """What the number of runs, their settings and their order among equal scores came to; in private/ alone."""
+    """The drawn number of runs, their settings and tie-breakers, and their scores; only in private/."""
 
-    settings: list[int]  # of each run, which
+    settings: list[int]  # of each run, the index of its setting
     ties: list[int]  # of each run, a secret random number: of two equal scores, the smaller one wins
     scores: list[float | None]  # of the runs that ended, by their number; None of one that failed
 
     @classmethod
     def drawn(cls, settings: int, mean: float) -> Draws:
-        """By the operating system's entropy."""
+        """Draws from the operating system's entropy."""
         runs = selection.draw(mean, DISTRIBUTION, secrets.randbits(53) / 2**53)
         return cls([secrets.randbelow(settings) for _ in range(runs)], [secrets.randbits(128) for _ in range(runs)], [])
 

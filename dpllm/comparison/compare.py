@@ -1,7 +1,7 @@
-"""Runs side by side: what privacy cost in utility, and what it bought.
+"""Compares runs: the cost of privacy in utility, and its benefit.
 
 Comes in: two or more run directories, in any order: at most one without differential privacy, and any number with it. Goes out:
-their figures as one JSON value, and of it a table, a page and a picture; or a refusal where they cannot be compared. They are
+their figures as one JSON value, a table, a page and a picture of it; or a refusal if they cannot be compared. They are
 private, because the audit and the held-out figures of a run without differential privacy are un-noised. A public comparison
 leaves a figure out, with a note that says why, unless it was computed from public data, or from released weights and public
 evaluation data; ``private/`` is then read for runs on such data only.
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 
 FILES = ("comparison.json", "comparison.md", "comparison.png")
 HELD_OUT = ("loss", "accuracy", "reward_accuracy", "reward_margin")
-"""What a run records of its evaluation rows, before and after training."""
+"""Metrics that a run records on its evaluation rows before and after training."""
 TASKS = "tasks.json"
 """Under private/: scores of texts, which ``dpllm.comparison.tasks`` computes once."""
 PROTOCOL: Json = {"beams": 5, "num_tokens": 100, "scores": ["bleu"], "version": 1}
-"""Of Li et al. 2021: how what stands in ``TASKS`` was written and scored. Figures of another protocol are not compared."""
+"""How the texts of ``TASKS`` were generated and scored (Li et al. 2021). Figures of another protocol are not compared."""
 
 SAME = ("model.", "data.", "audit.canaries")
 # Of these sections, flags that say what may be published, how large the data are declared to be, or how fast a step runs: they
 # change neither the rows that train nor those that are evaluated.
 DECLARATIONS = {"model.gradient_checkpointing", "data.public", "data.eval_public", "data.public_size"}
-# They change no figure that is compared, or name places.
+# Settings that change no compared figure, or that name locations.
 NOT_COMPARED = ("card.", "telemetry.", "output_dir", "privacy.ledger", "privacy.dataset", "privacy.derived_from")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs that differ in privacy, adapter or training alone.
+    """A comparison of runs that differ only in privacy, adapter or training.
 
     Attributes:
         values: Every figure, as comparison.json holds it.
-        output: Where the files lie.
-        files: What was written there.
+        output: Directory of the files.
+        files: The files written there.
     """
 
     values: Json
@@ -79,7 +79,7 @@ def compare(runs: Sequence[RunDir], output: Path | None = None, *, public: bool 
         output: Directory to write to; None: ``private/compare`` of the first run with differential privacy, or, of a public
             comparison, ``comparison`` in its run directory.
         public: Write what may be published: figures of public evaluation data and released weights, audits of runs with
-            differential privacy, and of the run without only what was trained on public data. What is left out is said.
+            differential privacy, and of the run without only figures trained on public data. Omitted figures are listed.
 
     Raises:
         ConfigError: There are fewer than two runs, or two without differential privacy; one has other files than it
@@ -89,7 +89,7 @@ def compare(runs: Sequence[RunDir], output: Path | None = None, *, public: bool 
     figures, target = collect_figures(runs, output, public=public)
     try:
         target.mkdir(mode=0o755 if public else 0o700, parents=True, exist_ok=True)
-        for name in FILES:  # of an earlier comparison
+        for name in FILES:  # from an earlier comparison
             (target / name).unlink(missing_ok=True)
         write_json(target / "comparison.json", figures)
         picture = shown.draw(figures, target / "comparison.png")
@@ -114,7 +114,7 @@ def collect_figures(runs: Sequence[RunDir], output: Path | None = None, *, publi
                 "directory outside export/."
             )
     base: Json = {"name": compared[0].record.model.name_or_path}
-    for run in reversed(compared):  # one base model, and not every run knows all of it
+    for run in reversed(compared):  # all share one base model, but not every run records all of its metrics
         base |= _utility(run, "before", "base")
     scored = ("protocol", "num_tokens", "prompts", "references")
     figures = {
@@ -131,14 +131,14 @@ def collect_figures(runs: Sequence[RunDir], output: Path | None = None, *, publi
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run.
+    """One run of a comparison.
 
     Attributes:
-        name: Of its directory; of several that are alike, with its number among those that were named.
+        name: Name of its directory, with its position in the arguments if several runs have that name.
         statement: What its card says, without what may not be shown; also the audit of a run without differential privacy.
         evaluation: ``eval_loss_before``, ``eval_loss_after`` and the like; empty where they may not be shown.
         tasks: Scores of what these weights write; None where there are none, or they may not be shown.
-        left_out: What may not be published of this run, and why, in sentences.
+        left_out: Sentences on what may not be published of this run, and why.
     """
 
     name: str
@@ -172,10 +172,10 @@ def _read(runs: Sequence[RunDir], *, public: bool) -> list[ComparedRun]:
     evaluation_public = all(run.config.data.eval_public for run in opened)
     compared = []
     for name, run in zip(_names(runs), opened, strict=True):
-        open_data = run.config.data.public and not budgeted  # whoever set a budget knew better
+        open_data = run.config.data.public and not budgeted  # a budget contradicts public data
         compared.append(_read_one(name, run, public, open_data, evaluation_public))
     if len({(run.tasks["prompts"], run.tasks["references"]) for run in compared if run.tasks}) > 1:
-        compared = [replace(run, tasks=None) for run in compared]  # of different prompts: nothing to compare
+        compared = [replace(run, tasks=None) for run in compared]  # scores on different prompts are not comparable
     return sorted(
         compared, key=lambda run: (not run.private, run.statement.plan.epsilon if run.statement.plan else 0.0)
     )

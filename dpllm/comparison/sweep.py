@@ -1,8 +1,8 @@
 """Runs that are reserved as one group of the ledger, then trained: a recipe at several epsilons, or a run and its audit twin.
 
-Comes in: a recipe and its overrides. Goes out: a directory with one run for each, audited and with a card. Every run is planned
-and reserved before the first one starts, all of them or none, so that a group never ends half-way for lack of budget. Training
-itself is run/loop.py's.
+Comes in: a recipe and its overrides. Goes out: a directory with one run for each, audited and with a card. All runs are
+planned and reserved before the first one starts, or none is, so a group never stops half-way for lack of budget. run/loop.py
+trains them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dpllm.statement.audit import AuditRecord
 
 STATE = "sweep.json"
-"""In the group's directory: a digest of what was asked for, and the group's name; public values only."""
+"""In the group's directory: a digest of the request and the group's name; public values only."""
 EXAMPLE = "--privacy.epsilon 1,3,8,inf"
 
 
@@ -56,7 +56,7 @@ class Point:
 
 
 def at_epsilons(recipe: str | Path, overrides: Mapping[str, Any]) -> list[Point]:
-    """A recipe at each epsilon of a list, the smallest first; nothing is read but the recipe.
+    """A recipe at each epsilon of a list, the smallest first; only the recipe is read.
 
     Args:
         recipe: YAML file.

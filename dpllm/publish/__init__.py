@@ -1,1 +1,1 @@
-"""What leaves a finished run: export/ on the Hub, merged weights, generated text."""
+"""Outputs of a finished run: export/ on the Hub, merged weights, generated text."""

@@ -1,7 +1,7 @@
 """Publishing: export/, or a synthetic data set, to the Hugging Face Hub, once everything that can be checked holds.
 
-Comes in: a run directory or the folder of a data set, and the name of a repository. Goes out: a commit with the very files that
-were verified. Must not upload anything outside that folder, nor contact anybody before every refusal is behind it.
+Comes in: a run directory or the folder of a data set, and the name of a repository. Goes out: a commit with exactly the verified
+files. Must not upload anything outside that folder or use the network before all checks have passed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.verification.check_rows import OF_MODEL
 from dpllm.verification.verify import insist
 
-# httpx in huggingface_hub 1, httpx2 in 2: the class of everything that goes wrong on the way.
+# httpx in huggingface_hub 1, httpx2 in 2: the base class of all connection errors.
 _ON_THE_WAY = cast(type[Exception], HfHubHTTPError.__bases__[0])
 _UNKNOWN = (401, 403, 404)
 _AT_ONCE = 16 * 2**20
@@ -46,13 +46,13 @@ class Upload:
 
 @dataclass(frozen=True)
 class Push:
-    """An upload, or with a dry run what it would be.
+    """An upload, or the plan of one for a dry run.
 
     Attributes:
-        repository: On the Hub.
+        repository: Its name on the Hub.
         files: All of export/, or of the data set.
-        url: Of the commit; None for a dry run.
-        unsearched: What could not be searched for private text, in sentences.
+        url: URL of the commit; None for a dry run.
+        unsearched: Sentences on what could not be searched for private text.
     """
 
     repository: str
@@ -66,10 +66,10 @@ class _Source:
     """What is uploaded.
 
     Attributes:
-        folder: All files of it.
+        folder: The folder with all its files.
         root: The directory that is verified.
         run: The run of the model, or of the model that wrote the data set; None if it is not here.
-        kind: Of the repository.
+        kind: Kind of the repository.
     """
 
     folder: Path
@@ -92,10 +92,10 @@ def push(
     Args:
         path: A finished run with its card, or the folder of a synthetic data set.
         repository: NAME or OWNER/NAME; made if it does not exist. HF_ENDPOINT and HF_TOKEN are honoured.
-        dry_run: List what would go, and contact nobody.
-        private: Make the repository a private one; one that is public is refused.
+        dry_run: List the files without using the network.
+        private: Create a private repository; an existing public one is refused.
         without_guarantee: Publish a run without a guarantee although its data are not declared public.
-        ledger: Where the ledger lies now, if not where the recipe says.
+        ledger: Current location of the ledger, if it differs from the recipe's.
 
     Raises:
         Refused: There is no card, a check fails, private text stands in a file, the run is not in its ledger, it gives no
@@ -123,9 +123,9 @@ def push(
 
 
 def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> PrivacyRecord:
-    """The privacy statement, once nothing refuses the upload."""
+    """Returns the privacy statement after all checks of the upload have passed."""
     if ledger is None and source.run:
-        configured = open_run(source.run).config.privacy.ledger  # the publisher's own word here
+        configured = open_run(source.run).config.privacy.ledger  # set by the publisher
         ledger = configured if configured and "://" in configured else None
     checks = insist(source.root, ledger).checks
     statement = privacy_record.read(read_json(source.folder / (MODEL_BLOCK if source.kind == "dataset" else BLOCK)))
@@ -150,7 +150,7 @@ def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> 
 
 
 def _files(source: _Source, statement: PrivacyRecord) -> tuple[Upload, ...]:
-    """Everything that was verified, with the hashes that were verified; the upload refuses other content."""
+    """All verified files with their verified hashes; the upload refuses other content."""
     stated = Synthetic.checked(read_json(source.folder / RECORD)).files if source.kind == "dataset" else statement.files
     unlisted = {CARD, RECORD} if source.kind == "dataset" else UNHASHED
     paths = {name: source.folder / name for name in unlisted}

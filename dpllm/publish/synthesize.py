@@ -1,7 +1,7 @@
 """A data set that a privately tuned model writes: post-processing, which spends no further budget.
 
-Comes in: a run directory with its card, and what is asked for. Goes out: a folder as ``card.synthetic`` lays it out, whole
-or not at all. Of a run with a guarantee it reads the recipe, run.json and export/, but neither training rows nor anything in
+Comes in: a run directory with its card, and a request. Goes out: a folder in the layout of ``card.synthetic``, written
+atomically. Of a run with a guarantee it reads the recipe, run.json and export/, but neither training rows nor anything in
 ``private/``, unless quality is measured.
 
 Guarantee:
@@ -38,7 +38,7 @@ from dpllm.text import layouts
 from dpllm.text.prompts import private_among, read_prompts
 
 BATCH = 64
-"""Texts that are drawn at a time. A constant, since with the seed it decides what is drawn."""
+"""Texts drawn at a time. A constant, because the draws depend on it and on the seed."""
 Shares = dict[tuple[str, ...], float]
 """The share of each combination of control values."""
 
@@ -48,7 +48,7 @@ class SynthesisRequest:
     """The number of rows, and how they are drawn and filtered.
 
     Attributes:
-        rows: How many, >= 1.
+        rows: Number of rows, >= 1.
         temperature: 0: the likeliest token each time.
         top_p: Only the likeliest tokens that together have this probability, in (0, 1].
         max_new_tokens: At most this many tokens each; None: the recipe's data.max_length, or as many as the model has room for.

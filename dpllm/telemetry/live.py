@@ -1,8 +1,8 @@
-"""What a run shows during training, through a file, a port, experiment trackers and callbacks; and epsilon so far.
+"""Shows a run during training through a file, a port, experiment trackers and callbacks; bounds epsilon so far.
 
-Comes in: the record of a run that begins, its steps, its evaluations. Goes out: a ``.prom`` file, an endpoint's page on the
-loopback interface, calls of trackers and callbacks. Only the main process of a run shows anything, and no failure here ends a
-run, but for an error in a callback, which is the user's own code.
+Comes in: the record of a starting run, its steps, its evaluations. Goes out: a ``.prom`` file, an endpoint's page on the
+loopback interface, calls of trackers and callbacks. Only the main process of a run shows anything. No failure here ends a run,
+except an error in a callback, which is the user's own code.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 INTERVAL_SECONDS = 5.0
-"""Least seconds between two writes of the file: a node exporter reads it about every 15 seconds."""
+"""Minimum seconds between two writes of the file: a node exporter reads it about every 15 seconds."""
 LOOPBACK = "127.0.0.1"
-INTERVAL = 5e-3  # of PLD's discretisation: ten times faster than the stated epsilon's, and larger rather than smaller
+INTERVAL = 5e-3  # of PLD's discretisation: ten times faster than for the stated epsilon; it errs upwards
 Value = bool | int | float | str
 
 
@@ -44,17 +44,17 @@ class Telemetry:
     """Metrics, trackers and callbacks of one run, from before its reservation to its end; use it in a ``with`` statement.
 
     Guarantee:
-        Without ``telemetry.private_metrics``, what is shown depends on the training data through released values alone,
-        and on evaluation data only where they are declared public (side channels such as the time of a step aside).
+        Without ``telemetry.private_metrics``, what is shown depends on the training data only through released values,
+        and on evaluation data only if they are declared public (except for side channels such as the time of a step).
     """
 
     def __init__(
         self, config: RunConfig, run: RunPaths, *, main: bool = True, callbacks: Sequence[TrainerCallback] = ()
     ) -> None:
-        """Checks everything that the recipe asks for, and starts to listen; only the ``main`` process shows anything.
+        """Checks the telemetry settings and opens the port; only the ``main`` process shows anything.
 
         Raises:
-            ConfigError: A port that is taken, a directory that is not there, a callback that is none.
+            ConfigError: A port is taken, a directory is missing, or a callback is not a TrainerCallback.
         """
         settings = config.telemetry
         self.callbacks = Callbacks(callbacks, config)
@@ -90,9 +90,9 @@ class Telemetry:
         self._open.close()
 
     def begin(self, step: int, epsilon: float | None, *, base_holds: bool) -> None:
-        """Shows a run whose record is written, after ``step`` logical batches that spent at most ``epsilon``.
+        """Shows a run that has written its record, after ``step`` logical batches that spent at most ``epsilon``.
 
-        ``base_holds`` says whether the models before this one leave it a guarantee.
+        ``base_holds``: whether the guarantees of the models that this one is trained from hold.
         """
         if not self._on:
             return
@@ -111,10 +111,10 @@ class Telemetry:
         self._show({"dp_training_step": step, "dp_training_epsilon_consumed": epsilon if self._promised else None})
 
     def step(self, step: int, epsilon: float | None, rate: float, private: Mapping[str, Any]) -> None:
-        """Shows a step; ``private`` values (units, clipped, loss) carry no noise, and are read with private metrics only."""
+        """Shows a step; ``private`` values (units, clipped, loss) carry no noise and are shown only with private metrics."""
         if self._shown is None:
             return
-        if not self._promised:  # no noise protects anybody
+        if not self._promised:  # the run has no guarantee
             epsilon = None
         released: dict[str, float | None] = {"epsilon_consumed": epsilon, "learning_rate": rate}
         figures: dict[str, float | None] = {"dp_training_step": step, "dp_training_epsilon_consumed": epsilon}
@@ -129,7 +129,7 @@ class Telemetry:
         self._show(figures, now=time.monotonic() >= self._due)
 
     def evaluated(self, step: int, loss: float | None, accuracy: float | None) -> None:
-        """Hands an evaluation to the trackers, if its data are public and the weights released, or private metrics allowed."""
+        """Sends an evaluation to the trackers if its data are public and the weights released, or private metrics are allowed."""
         released = self._config.data.eval_public and (self._promised or self._config.data.public)
         if self._trackers and (released or self._config.telemetry.private_metrics):
             self._trackers.log({"eval_loss": loss, "eval_accuracy": accuracy}, step)
@@ -145,11 +145,11 @@ class Telemetry:
             self._warn(error)
             return
         self._shown = replace(record, figures={**self._shown.figures, **record.figures})
-        # An interrupted run has consumed the epsilon of its steps alone.
+        # An interrupted run has consumed only the epsilon of its own steps.
         self._show({"dp_training_epsilon_consumed": consumed})
 
     def _show(self, figures: Figures, *, now: bool = True) -> None:
-        """Stores new figures, and shows everything ``now``, or else with later ones."""
+        """Stores new figures, and shows all of them ``now`` or together with later ones."""
         assert self._shown is not None
         self._shown = replace(self._shown, figures={**self._shown.figures, **figures})
         if not now:
@@ -192,7 +192,7 @@ def _about(config: RunConfig, run: RunPaths, shown: ShownRun, *, promised: bool)
 
 
 def publish_audit(run: RunPaths, config: RunConfig, audited: Figures) -> None:
-    """Writes a run's file, if its recipe has one, with what the audit published; a failure is reported, and ends nothing."""
+    """Adds published audit figures to a run's metrics file, if its recipe sets one; a failure is only reported."""
     if not config.telemetry.textfile:
         return
     try:
@@ -209,18 +209,18 @@ def _warn(error: Exception) -> None:
 
 
 class Trackers:
-    """The trackers of one run, through accelerate, with everything switched off that they would send by themselves.
+    """The trackers of one run, through accelerate, with everything that they would send by themselves switched off.
 
-    The caller decides what may leave. A tracker that fails gets nothing more.
+    The caller decides what may be published. A tracker that fails receives no further values.
     """
 
     def __init__(
         self, settings: TelemetryConfig, model: str, directory: Path, about: Mapping[str, Value | None]
     ) -> None:
-        """Starts those of ``telemetry.trackers``; ``about`` has public values without paths, ``directory`` is private."""
+        """Starts the trackers of ``telemetry.trackers``; ``about`` has public values without paths, ``directory`` is private."""
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        # wandb would send the command line, paths, the state of git, standard output and the load; mlflow the program's path.
+        # wandb would send the command line, paths, git state, standard output and system load; mlflow the program's path.
         switches = ("disable_git", "disable_code", "x_disable_meta", "x_disable_stats")
         settings_of_wandb = {"console": "off", **dict.fromkeys(switches, True)}
         run, group = settings.run_name or model, {"group": settings.group} if settings.group else {}
@@ -241,13 +241,13 @@ class Trackers:
                 tracker.store_init_configuration(_not_none(about))
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
-        """Sends the values of a step; None is left out."""
+        """Sends the values of a step, except those that are None."""
         for name, tracker in tuple(self._started.items()) if _not_none(values) else ():
             with self._dropped_if_it_fails(name):
                 tracker.log(_not_none(values), step=step)
 
     def finish(self) -> None:
-        """Ends them."""
+        """Ends all trackers."""
         for name, tracker in tuple(self._started.items()):
             with self._dropped_if_it_fails(name):
                 tracker.finish()
@@ -257,7 +257,7 @@ class Trackers:
     def _dropped_if_it_fails(self, name: str) -> Iterator[None]:
         try:
             yield
-        except (Exception, SystemExit) as error:  # which may show an address with a password
+        except (Exception, SystemExit) as error:  # its message may contain an address with a password
             self._started.pop(name, None)
             reason = re.sub(r"//[^/@\s]*@", "//", " ".join(f"{type(error).__name__} {error}".split()))[:200]
             print(f"dpllm: the tracker {name} failed ({reason}) and is switched off.", file=sys.stderr)
@@ -270,14 +270,14 @@ def _not_none(values: Mapping[str, Value | None]) -> dict[str, Value]:
 class Callbacks:
     """transformers' callbacks of one run, called as a Trainer calls them, without model, optimizer or batch.
 
-    Those of the run's main process alone are called.
+    Only the main process of a run calls them.
     """
 
     def __init__(self, callbacks: Sequence[TrainerCallback], config: RunConfig) -> None:
-        """Nothing is called yet.
+        """Prepares the arguments of the callbacks; calls none of them.
 
         Raises:
-            ConfigError: An object that is no TrainerCallback.
+            ConfigError: An object is not a TrainerCallback.
         """
         self._callbacks = tuple(callbacks)
         if not callbacks:
@@ -289,7 +289,7 @@ class Callbacks:
                 raise ConfigError(
                     f"callbacks: holds a {type(callback).__name__}. Give instances of subclasses of transformers.TrainerCallback."
                 )
-        # Its constructor would make accelerate's state anew, and with it another device.
+        # Its constructor would create a new accelerate state, possibly with another device.
         self._settings: Any = object.__new__(TrainingArguments)
         for part in dataclasses.fields(TrainingArguments):
             make = part.default_factory
@@ -303,7 +303,7 @@ class Callbacks:
             num_train_epochs=train.epochs,
             per_device_train_batch_size=train.batch_size,
             lr_scheduler_type=train.lr_scheduler,
-            warmup_steps=train.warmup,  # below 1, a share
+            warmup_steps=train.warmup,  # a share if below 1
             learning_rate=train.learning_rate,
             weight_decay=train.weight_decay,
             seed=train.seed,
@@ -315,7 +315,7 @@ class Callbacks:
 
     @property
     def stop(self) -> bool:
-        """Whether one of them has set ``control.should_training_stop``."""
+        """Whether a callback has set ``control.should_training_stop``."""
         return bool(self._callbacks) and self._control.should_training_stop
 
     def begin(self, step: int, total: int) -> None:
@@ -326,7 +326,7 @@ class Callbacks:
             self._call("on_train_begin")
 
     def step(self, step: int, released: Mapping[str, float | None]) -> None:
-        """``on_log`` with what the step released, then ``on_step_end``."""
+        """``on_log`` with the released values of the step, then ``on_step_end``."""
         if self._callbacks:
             logs = _not_none(released)
             self._state.global_step = step
@@ -348,8 +348,8 @@ class EpsilonSpent:
     """An upper bound on the epsilon of the steps so far, computed five times in a run.
 
     Guarantee:
-        At least the epsilon of the steps executed, and at most the Plan's. It is computed at fifths of the run, each when
-        its first step is done, and so rises in five stairs.
+        At least the epsilon of the executed steps and at most that of the Plan. It is computed for each fifth of the run
+        when the first step of that fifth is done, and so rises in five steps.
     """
 
     def __init__(self, plan: Plan | None) -> None:
@@ -370,7 +370,7 @@ class EpsilonSpent:
         return self._known[1]
 
     def words(self, step: int) -> str:
-        """The same for a progress line."""
+        """The bound after ``step`` steps, as a progress line shows it."""
         value = self(step)
         if self._plan is None or value is None:
             return "no differential privacy"

@@ -1,10 +1,10 @@
 """Runs and ledgers as Prometheus metrics: their names, labels and meaning, and the files that hold them.
 
-Comes in: the record of a run, or an open ledger. Goes out: metric families, text, ``.prom`` files. Whatever a metric can show
-of a run stands in ``GAUGES``, so this file is the list of what leaves.
+Comes in: the record of a run, or an open ledger. Goes out: metric families, text, ``.prom`` files. ``GAUGES`` lists
+everything that a metric can show of a run.
 
-The node exporter's textfile collector refuses everything where one series stands in two files, so each file holds what no other
-does: one for each model's run, one for the ledger.
+The node exporter's textfile collector rejects all files if two of them contain the same series, so there is one file for each
+model's run and one for the ledger.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ GAUGES = {
     "dp_training_step": "Logical batches executed.",
     "dp_training_steps_planned": "Logical batches planned.",
     "dp_training_accuracy_delta": "Next-token accuracy after training less before, on an evaluation set declared public.",
-    # Of the published audit.
+    # From the published audit.
     "dp_membership_inference_auc": "Area under the ROC curve of the audit's primary attack on planted canaries.",
     "dp_membership_inference_auc_lower": "Lower end of that area's 95 % confidence interval.",
     "dp_membership_inference_auc_upper": "Upper end of that area's 95 % confidence interval.",
     "dp_membership_inference_auc_allowed": "The largest area that the stated guarantee allows any attack.",
     "dp_audit_epsilon_lower_bound": "Epsilon that the audit shows to be exceeded or met, with the confidence that the recipe "
     "fixed.",
-    # Un-noised: only where the recipe sets telemetry.private_metrics.
+    # Without noise: only if the recipe sets telemetry.private_metrics.
     "dp_training_private_loss": "Training loss of the last step without noise, in nats per token; outside the guarantee.",
     "dp_gradient_clip_fraction": "Share of gradients longer than the clipping norm in the last step, without noise; outside "
     "the guarantee.",
@@ -54,12 +54,12 @@ GAUGES = {
 """What a run can show: name -> meaning."""
 
 Figures = Mapping[str, float | None]
-"""Names of ``GAUGES`` -> values; None is not shown."""
+"""Names of ``GAUGES`` -> values; those that are None are not shown."""
 
 
 @dataclass(frozen=True)
 class ShownRun:
-    """The values of a run that metrics show: public and released ones, and the un-noised ones of ``GAUGES``."""
+    """The values of a run that metrics show: public, released, and the ones without noise in ``GAUGES``."""
 
     names: Mapping[str, str]  # model, dataset (in the ledger, or its public name), run_id (the reservation, or empty)
     base_model: str
@@ -73,7 +73,7 @@ class ShownRun:
 
 
 def gauge(name: str, meaning: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> Metric:
-    """One metric, of samples with the same labels each."""
+    """One metric from samples that all have the same label names."""
     family = Metric(name, meaning, "gauge")
     for labels, value in samples:
         family.add_sample(name, dict(labels), value)
@@ -81,7 +81,7 @@ def gauge(name: str, meaning: str, samples: Iterable[tuple[Mapping[str, str], fl
 
 
 def run_families(run: ShownRun) -> list[Metric]:
-    """The metrics of a run; one that has no value is left out."""
+    """The metrics of a run, except those without a value."""
     states = [({"model": run.model, "state": name}, float(name == run.state)) for name in STATES]
     info = [({**run.names, "base_model": run.base_model}, 1.0)]
     families = [
@@ -96,9 +96,9 @@ def run_families(run: ShownRun) -> list[Metric]:
 
 
 def of_record(run: RunPaths, config: RunConfig, *, promised: bool | None = None) -> ShownRun:
-    """The metrics of a run by its record.
+    """Reads the metrics of a run from its record.
 
-    ``promised`` says whether the run states an epsilon at all; None: what run.json says, once it has ended.
+    ``promised``: whether the run states an epsilon; None reads it from run.json, after the run has ended.
 
     Raises:
         ConfigError: A file is missing or damaged.
@@ -125,13 +125,13 @@ def of_record(run: RunPaths, config: RunConfig, *, promised: bool | None = None)
 
 
 def label(dataset: str) -> str:
-    """A dataset's name as metrics show it: of an absolute path the last part, with a hash that tells it from others."""
+    """A dataset's name as metrics show it: for an absolute path, its last part and a hash that distinguishes it from others."""
     short = str(without_paths(dataset))
     return short if short == dataset else f"{short}-{_short_hash(dataset)}"
 
 
 def ledger_families(ledger: Ledger) -> list[Metric]:
-    """The state of a ledger's chain, and refusals by reason; also the accounts, if the chain verifies.
+    """The state of a ledger's chain and the refusals by reason; the accounts too if the chain verifies.
 
     Raises:
         ConfigError: The ledger cannot be read.
@@ -175,7 +175,7 @@ def _account_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
 
 
 class Families(Collector):
-    """Metric families as a collector; they are replaced as a whole, so that another thread never reads half of them."""
+    """A collector of metric families, which are replaced all at once, so that no other thread reads a mixture."""
 
     def __init__(self, families: Iterable[Metric] = ()) -> None:
         """Shows ``families``."""
@@ -192,17 +192,17 @@ def exposition(families: Iterable[Metric]) -> bytes:
 
 
 def write(path: Path, families: Iterable[Metric]) -> None:
-    """Replaces a file as a whole, readable by everyone: the collector runs as another user.
+    """Replaces a file atomically and makes it readable by everyone, because the collector runs as another user.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: The file cannot be written.
     """
     write_to_textfile(str(path), Families(families))
     path.chmod(0o644)
 
 
 def file_of(directory: str | Path, model: str) -> Path:
-    """The file of a run. Runs of the same name share it, because their series are the same; the latest counts."""
+    """The file of a run. Runs of the same name share it because their series are the same; the latest one overwrites it."""
     return Path(directory) / f"dpllm-run-{re.sub(r'[^A-Za-z0-9._-]+', '_', model)[:80]}-{_short_hash(model)}.prom"
 
 
