@@ -62,7 +62,7 @@ FEATURES = (
             "privacy/preference.py",
             "model/rewards.py",
         ),
-        654,
+        653,
     ),
     Feature(
         "describing data",
@@ -113,7 +113,7 @@ FEATURES = (
             "privacy/renyi.py",
             "privacy/plan.py",
         ),
-        1_966,
+        1_964,
     ),
     Feature(
         "banded noise",
@@ -125,7 +125,7 @@ FEATURES = (
         "exact private steps",
         "Sampling, clipping, noise and a check of every model against brute force: the promise holds bit for bit.",
         ("privacy/*.py",),
-        4_027,
+        4_022,
     ),
     Feature(
         "models and memory",
@@ -137,7 +137,7 @@ FEATURES = (
         "rows and chats",
         "Rows of every common format, by unit, by chat template, as documents or pairs.",
         ("text/*.py",),
-        2_195,
+        2_193,
     ),
     Feature(
         "one's own loop",
@@ -155,7 +155,7 @@ FEATURES = (
         "cards and statements",
         "A model card whose every figure is derived from recorded facts.",
         ("statement/*.py", "card/*.py", "run/base_model.py"),
-        2_792,
+        2_791,
     ),
     Feature(
         "recipes and runs",
@@ -170,7 +170,7 @@ FEATURES = (
             "__main__.py",
             "progress.py",
         ),
-        5_512,
+        5_510,
     ),
     Feature(
         "telemetry",
@@ -182,7 +182,7 @@ FEATURES = (
         "ledger",
         "One account for each dataset, in SQLite or PostgreSQL, that no run can overspend.",
         ("ledger/*.py", "cli/ledger.py"),
-        2_712,
+        2_710,
     ),
     Feature(
         "audits of other models",
@@ -194,7 +194,7 @@ FEATURES = (
         "canaries and audits",
         "What a model memorised: canaries, extraction, membership, with bounds that hold, over one run or many.",
         ("auditing/*.py", "canaries/*.py", "cli/audit.py"),
-        3_867,
+        3_866,
     ),
     Feature(
         "verification",
@@ -227,7 +227,7 @@ LIMITS = {
     "rooms in cycles": 0,
     "files in cycles": 0,
 }
-MOST_LINES = 36_483  # of all features together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 36_467  # of all features together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

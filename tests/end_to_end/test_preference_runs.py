@@ -153,7 +153,7 @@ def test_a_reference_with_the_adapter_on_is_seen(asked: Place, monkeypatch: pyte
     [
         (("--train.objective", "likelihood"), "Set train.objective: dpo"),
         (("--data.format", "text"), "train.objective: dpo does not learn from data.format: text"),
-        (("--data.long_examples", "chunk"), "would tear the answers of a pair apart"),
+        (("--data.long_examples", "chunk"), "would split the answers of a pair"),
         (("--data.label_epsilon", "1"), "label_epsilon is set by data.label_record"),
         (("--train.objective", "likelihood", "--train.label_smoothing", "0.1"), "preference pairs only"),
     ],

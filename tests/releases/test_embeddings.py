@@ -126,7 +126,7 @@ def test_odd_texts_and_a_unit_of_a_thousand_rows_are_no_error(say: Say) -> None:
         ([*CLUSTERS, *PREDICT], "need separate folders"),
         ([*CLUSTERS, "--values", "a,b"], "need separate folders"),
         ([*CLUSTERS, "--epsilon", "0.002", "--data.public_size", "200000"], "takes noise of"),
-        ([*CLUSTERS, "--units"], "by another dpllm describe"),
+        ([*CLUSTERS, "--units"], "another dpllm describe"),
         (["--clusters", "1"], "--clusters 1: is not from 2 to 99"),
         (["--clusters", "100"], "--clusters 100: is not from 2 to 99"),
         ([*CLUSTERS, "--model", "builtin:none"], "builtin"),
