@@ -288,7 +288,7 @@ def synthesize(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.by == "training" and (keys or args.dry_run):
         typed = {key: name for name, key in OF_MODEL.items()}
         option = next((f"--{typed.get(key, key).replace('_', '-')}" for key in keys), "--dry-run")
-        raise ConfigError(f"{option}: is of no use with --by training. Leave it out, or type --by inference.")
+        raise ConfigError(f"{option}: has no effect with --by training. Leave it out, or type --by inference.")
     if args.dry_run:
         return _dry_run(args, keys)
     try:

@@ -130,7 +130,7 @@ def test_before_anything_is_paid_records_are_read_alone_where_the_end_of_a_text_
     """The longest prompt is read as it always was, and so are the three tokens behind it. A mutant knows nothing of T."""
     made = calls(monkeypatch, Reader, "__init__", lambda reader, *_, **__: reader)
     paid = calls(
-        monkeypatch, inference._Job, "pay", lambda job, _: (job.reader.height, len(job.source.ledger.runs("notes")))
+        monkeypatch, inference._Job, "reserve", lambda job, _: (job.reader.height, len(job.source.ledger.runs("notes")))
     )
     for name, after in (("plain", 500), ("long", 0)):
         folder = tmp_path / name
