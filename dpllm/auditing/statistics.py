@@ -325,8 +325,8 @@ def _presence(texts: Sequence[str]) -> sparse.csr_array:
 def _weights(present_DW: sparse.csr_array, in_D: NDArray[np.bool_], out_D: NDArray[np.bool_]) -> Floats:
     """Log-ratio of each word's frequency on the first side to that on the second.
 
-    Both frequencies are smoothed by one text in all texts, so a word that was never seen has weight 0, however many texts
-    each side has.
+    1 / (number of training texts) is added to both frequencies, so a word that was never seen has weight 0, however many
+    texts each side has.
     """
     smoothing = 1 / (in_D.sum() + out_D.sum())
     often_in_W = in_D.astype(np.float64) @ present_DW / in_D.sum()
