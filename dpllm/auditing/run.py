@@ -1,8 +1,8 @@
 """One audit of one finished run.
 
 Comes in: a run directory. Goes out: audit.json and tokens.parquet. A run with differential privacy publishes them: they
-are computed from its output, from texts drawn before it saw any data, and from their coins. A run without keeps them
-private. No canary's text is written outside private/, but anyone who knows the generator and the base
+are computed from its output, from texts drawn before it saw any data, and from their coins. A run without differential
+privacy keeps them private. No canary's text is written outside private/, but anyone who knows the generator and the base
 model can search for the texts that give the published numbers.
 """
 
