@@ -167,7 +167,7 @@ def score_shadows(runs: Sequence[Run]) -> ShadowScores:
 
 
 def _recipe(run: Run, shadow: RunDir) -> RunConfig:
-    """The run's recipe with the noise of its Plan, without evaluations, checkpoints, samples and telemetry."""
+    """The run's recipe with the noise of its Plan, without evaluations, checkpoints, generated samples and telemetry."""
     changes: dict[str, Any] = {
         "data.eval": None,
         "data.eval_public": False,
