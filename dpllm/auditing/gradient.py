@@ -45,19 +45,19 @@ depend on what earlier steps released: where the loss is concave along a canary,
 class GradientTable:
     """One row for each gradient canary, from the observed steps.
 
-    Of banded noise, x_t below is what was released times the matrix C, so that its noise is independent, and y_t what the b steps
-    from t on show of a contribution to step t (``banded.matched``), in turns of the canary's own group alone; else y_t = x_t.
+    With banded noise, x_t below is the release times the matrix C, so that its noise is independent, and y_t what the b steps
+    from t on show of a contribution to step t (``banded.matched``), only in turns of the canary's own group; else y_t = x_t.
 
     Attributes:
         inserted_M: The coins; True if inserted.
         score_M: Logarithm of the likelihood ratio of "joins with probability b q" against "never", summed over y.
         squares_M: Sum over disjoint pairs of neighbouring steps of (x_{t+1} - x_t)^2 / 2, x what was released along the canary
-            over C: the square of the noise, whatever the two steps have in common.
-        total_M: Sum of y over steps: how often it was drawn, and noise.
+            over C: the square of the noise, without what the two steps have in common.
+        total_M: Sum of y over steps: how often the canary was drawn, plus noise.
         steps: Number of observed steps.
-        pairs: Number of pairs of them.
+        pairs: Number of disjoint pairs of neighbouring observed steps.
         sampling_rate: q of the Plan, in (0, 1].
-        noise: Standard deviation of the Plan's noise over C, > 0; of banded noise, of its fresh part.
+        noise: Standard deviation of the Plan's noise over C, > 0; for banded noise, that of its fresh part.
         coefficients: c_0, ..., c_{b-1} of banded noise; none for independent noise.
         weights_M: Change of the weights against the canary, from before the first step to after the last; None: the table is
             from a version that did not record it.
@@ -88,7 +88,7 @@ def tabulate(
     turns: BandedTurns | None = None,
     weights_M: ArrayLike | None = None,
 ) -> GradientTable:
-    """Makes the table of a run.
+    """Computes the table of a run.
 
     Args:
         proj_TM: Projection of each release on each canary, over C; a step with a nan was not observed.
@@ -99,7 +99,7 @@ def tabulate(
         weights_M: See ``GradientTable``.
 
     References:
-        The score: Neyman and Pearson's for one step, summed as if steps were independent; that they are not costs power,
+        The score: Neyman and Pearson's for one step, summed as if steps were independent; their dependence costs power,
         not validity. The squares: von Neumann 1941, "Distribution of the Ratio of the Mean Square Successive Difference to
         the Variance".
     """
