@@ -105,7 +105,7 @@ def auc(positives: ArrayLike, negatives: ArrayLike, confidence: float = 0.95) ->
     Args:
         positives: Shape (P,).
         negatives: Shape (N,).
-        confidence: Of the two-sided interval.
+        confidence: Confidence of the two-sided interval, in (0, 1).
 
     References:
         DeLong, DeLong and Clarke-Pearson 1988; Sun and Xu 2014 for midranks in O(n log n); Brunner and Munzel 2000 for the
@@ -174,7 +174,7 @@ def tpr_at_fpr(
         positives: Shape (P,).
         negatives: Shape (N,).
         fpr: In (0, 1).
-        confidence: Of the two-sided interval.
+        confidence: Confidence of the two-sided interval, in (0, 1).
 
     Returns:
         None without positives, or with fewer than 1 / fpr negatives: below 100 at 1 %, 1,000 at 0.1 %.
@@ -281,7 +281,7 @@ def blind(texts_in: Sequence[str], texts_out: Sequence[str], confidence: float =
     Args:
         texts_in: One text for each privacy unit.
         texts_out: Likewise.
-        confidence: Of the interval.
+        confidence: Confidence of the interval, in (0, 1).
 
     References:
         Das, Zhang and Tramer 2024, "Blind baselines beat membership inference attacks for foundation models"; Nadeau and
