@@ -84,7 +84,7 @@ class OutsideAudit(Summary):
 
 
 def outside_claim(epsilon: float | None, delta: float | None, unit: str = "example") -> Claim | None:
-    """The claim that the model's owner makes, epsilon > 0 and delta in [0, 1); None if neither is given.
+    """The claim that others make for the model, epsilon > 0 and delta in [0, 1); None if neither is given.
 
     Raises:
         ConfigError: One of the two is missing or out of range.
@@ -117,8 +117,8 @@ def audit_outside(
         fmt: Format of the canaries' rows in training.
 
     Raises:
-        ConfigError: See ``load`` and ``read_manifest``; also a claim without independent coins, a canary that does not fit
-            into the model's maximum length, or scores that are not finite.
+        ConfigError: See ``load`` and ``read_manifest``; also a claim without independent coins, a canary that cannot be
+            trained on in full at the model's maximum length, or scores that are not finite.
     """
     planned = read_manifest(manifest)
     if any(len(canary.answers) > 1 for canary in planned.canaries):
