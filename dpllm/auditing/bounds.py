@@ -1,11 +1,11 @@
 """Lower bounds on epsilon: from one audited run, or from many.
 
 Comes in: one score for each canary of a repetition group, and the coins; or one score of each of many runs. Goes out: a
-number that exceeds the true epsilon with probability at most alpha. Knows neither models nor texts.
+number that exceeds the true epsilon with probability at most alpha. Must not know models or texts.
 
-A guess has a weight from 1 to K, and a test looks at W, the weights of all right guesses together: large ones of the most extreme
-scores, smaller ones of the next. It adds up K tests of weight 1, of which the second guesses twice as many canaries as the first,
-and the last one r.
+Each guess has a weight from 1 to K, larger for more extreme scores, and the statistic of a test is W, the sum of the weights of
+all right guesses. W also adds up the right guesses of K tests of weight 1, of which the second guesses twice as many canaries as
+the first, and the last one r.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from dpllm.statement.audit_bounds import OneRunBound, Side
 # A legend of shapes: M candidates, K weights, W outcomes of a sum of weights, F frequencies; P runs with a canary, N without.
 
 LARGEST_EPSILON = 64.0
-"""The largest bound that is searched for."""
+"""The largest bound that the search returns."""
 _TOLERANCE = 1e-9
-_WEIGHTS = 8  # K: twice as many raise bounds by 0.5% and take twice as long
+_WEIGHTS = 8  # K: doubling it raises bounds by 0.5% and doubles the time
 
 
 class Outcome(NamedTuple):
-    """A way to guess and its result: v of r guesses were right, and their weights add up to ``weight``."""
+    """A way to guess and its result: of r guesses ``correct`` were right, and their weights add up to ``weight``."""
 
     side: Side
     guesses: int
@@ -58,7 +58,7 @@ def p_value(num_canaries: int, counts_K: tuple[int, ...], weight: int, epsilon: 
 
     References:
         Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training run" (arXiv 2305.08846), theorem 5.2 and the
-        lemmas behind it: given the output, W is stochastically dominated by W* + K F, where W* is the same sum with every
+        lemmas of its proof: given the output, W is stochastically dominated by W* + K F, where W* is the same sum with every
         guess right by a coin of its own, with probability e^eps / (1 + e^eps), and F >= 0 is a count with mean at most
         2 m delta over all outputs. The law of W* is the same for every output, so that
         P[W >= v] <= g(0) + 2 m delta max_i (g(i) - g(0)) / i, g(i) = P[W* >= v - i K].
@@ -68,21 +68,21 @@ def p_value(num_canaries: int, counts_K: tuple[int, ...], weight: int, epsilon: 
     tail = float(law_W[weight:].sum())
     if delta == 0 or weight == 0:
         return tail
-    # P[v - i K <= W* < v] for i = 1, 2, ...; the last one is the whole tail below, which a larger i would only divide by more.
+    # P[v - i K <= W* < v] for i = 1, 2, ..., up to P[W* < v], which a larger i would only divide by more.
     num_counts = len(counts_K)
     below = np.cumsum(law_W[:weight][::-1])
     below = below[np.minimum(np.arange(num_counts - 1, len(below) + num_counts - 1, num_counts), len(below) - 1)]
     return tail + 2 * num_canaries * delta * float((below / np.arange(1, len(below) + 1)).max())
 
 
-@lru_cache(maxsize=100_000)  # one simulation: m, the tests, delta and level stay, the weight takes some hundred values
+@lru_cache(maxsize=100_000)  # in a simulation only the weight varies, over a few hundred values
 def epsilon_of(num_canaries: int, counts_K: tuple[int, ...], weight: int, *, delta: float, alpha: float) -> float:
-    """The largest epsilon that right guesses of that ``weight`` refute at level alpha, at most 1e-9 too small; 0 if none.
+    """The largest epsilon that right guesses of this total ``weight`` refute at level alpha, at most 1e-9 too small; 0 if none.
 
     Guarantee:
-        Under the assumptions of ``p_value``, the test chosen in advance: exceeds epsilon with probability <= alpha. The
-        largest P[W* + K F >= v] over all laws of F grows with epsilon, because W* does, and the p-value is never below it: so
-        whatever epsilon the p-value refutes, all smaller ones are refuted too.
+        Under the assumptions of ``p_value``, with the test chosen in advance: exceeds epsilon with probability <= alpha. The
+        largest P[W* + K F >= v] over all laws of F grows with epsilon, because W* does, and the p-value is never below it, so
+        if the p-value refutes an epsilon, all smaller ones are refuted too.
     """
 
     def gap(epsilon: float) -> float:
@@ -97,7 +97,7 @@ def epsilon_of(num_canaries: int, counts_K: tuple[int, ...], weight: int, *, del
         if high > LARGEST_EPSILON:
             return LARGEST_EPSILON
     root = float(optimize.brentq(gap, low, high, xtol=_TOLERANCE / 4))
-    while root > 0 and gap(root) > 0:  # brentq ends on either side of the root: never on the one that claims too much
+    while root > 0 and gap(root) > 0:  # brentq may end on the side that claims too much
         root = max(0.0, root - _TOLERANCE / 2)
     return root
 
@@ -113,17 +113,17 @@ def epsilon_lower_bound(
 ) -> OneRunBound:
     """A lower bound on epsilon from one run, by guessing the coins of extreme scores and abstaining on the rest.
 
-    For each r of ``falling``, the r // 2 highest scores are guessed in, the r - r // 2 lowest out: best where the scores of
-    members are shifted. For each r of ``falling_in``, the r highest are guessed in: best where only some members left a trace.
-    Each is a test of its own at alpha over their number, and the best counts. Those above m, or m / 2 where all are guessed in,
-    are dropped before, which is fair: m is in the recipe.
+    For each r of ``falling``, the r // 2 highest scores are guessed in, the r - r // 2 lowest out: best if the scores of
+    members are shifted. For each r of ``falling_in``, the r highest are guessed in: best if only some members left a trace.
+    Each is a test of its own, at level alpha divided by the number of tests, and the best counts. Values of r above m (for
+    ``falling_in``: m / 2) are dropped before the division, which is valid because m is in the recipe.
 
     Guarantee:
         P[value > epsilon] <= alpha for every mechanism that is (epsilon, delta)-DP when one canary, with all its
         repetitions, is added, removed or zeroed out (see ``group_claim``). Assumes: each canary was inserted by its own
         fair coin, independent of everything else; the scores depend on the coins only through the mechanism's output;
-        higher means in, decided in advance; all grids and ``alpha`` were fixed before the coins were looked at. Of equal
-        scores the wrong guesses are counted first: no order of theirs, in each of which the theorem holds, has fewer right.
+        higher means in, decided in advance; all grids and ``alpha`` were fixed before the coins were looked at. Among
+        equal scores the wrong guesses come first: the theorem holds in every order of them, and no order has fewer right.
 
     Args:
         scores: Shape (M,); higher = more likely a member; finite.
@@ -134,7 +134,7 @@ def epsilon_lower_bound(
         falling_in: Likewise.
 
     Raises:
-        ValueError: Shapes differ, a score is not a finite number, or alpha or delta is out of range.
+        ValueError: Shapes differ, a score is not finite, or alpha or delta is out of range.
     """
     played, level = outcomes(scores, inserted, delta=delta, alpha=alpha, falling=falling, falling_in=falling_in)
     num_canaries = np.size(inserted)
@@ -155,14 +155,14 @@ def epsilon_lower_bound(
 
 
 def one_run_ceiling(num_canaries: int, *, delta: float, alpha: float, **grids: Sequence[int]) -> float:
-    """The most that ``epsilon_lower_bound`` can show: its value where every guess is right. Needs no scores."""
+    """The most that ``epsilon_lower_bound`` can show: its value if every guess is right. Needs no scores."""
     tests, level = _tests(num_canaries, delta, alpha, grids)
     perfect = [Outcome(side, r, r, sum(k * count for k, count in enumerate(_counts(side, r), 1))) for side, r in tests]
     return _best(num_canaries, perfect, delta, level)[0]
 
 
 def _best(num_canaries: int, played: Sequence[Outcome], delta: float, level: float) -> tuple[float, Outcome | None]:
-    """The largest bound of several tests, and the one that gives it; a test is inverted only where it shows more."""
+    """The largest bound of several tests and its outcome; a test is inverted only if it refutes the bound so far."""
     value, best = 0.0, played[-1] if played else None
     for outcome in reversed(played):
         counts_K = _counts(outcome.side, outcome.guesses)
@@ -175,10 +175,10 @@ def _best(num_canaries: int, played: Sequence[Outcome], delta: float, level: flo
 def outcomes(
     scores: ArrayLike, inserted: ArrayLike, *, delta: float, alpha: float, **grids: Sequence[int]
 ) -> tuple[list[Outcome], float]:
-    """Every way to guess that can be played, how many guesses were right, and the level of each way."""
+    """The result of each applicable test, and the level of each test."""
     score_M, inserted_M = checked(scores, inserted)
     tests, level = _tests(len(score_M), delta, alpha, grids)
-    # Among equal scores the first key puts those first that make a guess wrong: left out from above, planted from below.
+    # Ties are ordered so that wrong guesses come first: held-out canaries from above, inserted ones from below.
     from_above_M, from_below_M = (
         inserted_M[np.lexsort((inserted_M, -score_M))],
         inserted_M[np.lexsort((~inserted_M, score_M))],
@@ -193,7 +193,7 @@ def outcomes(
 
 
 def checked(scores: ArrayLike, inserted: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Scores and coins as arrays of one shape (M,); ValueError where they are none, or a score is not finite."""
+    """Scores and coins as arrays of one shape (M,); ValueError if they are not, or a score is not finite."""
     score_M, inserted_M = np.asarray(scores, dtype=np.float64), np.asarray(inserted, dtype=bool)
     if score_M.ndim != 1 or score_M.shape != inserted_M.shape:
         raise ValueError(f"scores and coins must be two equally long lists, got {score_M.shape} and {inserted_M.shape}")
@@ -205,7 +205,7 @@ def checked(scores: ArrayLike, inserted: ArrayLike) -> tuple[NDArray[np.float64]
 def _tests(
     num_canaries: int, delta: float, alpha: float, grids: Mapping[str, Sequence[int]]
 ) -> tuple[list[tuple[Side, int]], float]:
-    """The ways to guess that can be played, one side before both and small r first, and the level of each."""
+    """The applicable tests, one-sided before two-sided and small r first, and the level of each."""
     if not 0 < alpha < 0.5 or not 0 <= delta <= 1:
         raise ValueError(f"alpha must lie in (0, 1/2) and delta in [0, 1], got {alpha} and {delta}")
     tests: list[tuple[Side, int]] = []
@@ -215,7 +215,7 @@ def _tests(
 
 
 def _windows(side: Side, r: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """How many of the highest scores are guessed in, and of the lowest out: by each of the tests that are added up."""
+    """For each of the summed tests of weight 1: how many of the highest scores are guessed in, and of the lowest out."""
     top, bottom = (r, 0) if side == "falling_in" else (r // 2, r - r // 2)
     parts = min(_WEIGHTS, max(top, bottom))
     shares = np.arange(1, parts + 1)
@@ -225,7 +225,7 @@ def _windows(side: Side, r: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 @lru_cache(maxsize=256)
 def _counts(side: Side, r: int) -> tuple[int, ...]:
-    """How many guesses have weight 1, 2, ..., K: between two windows, all of those that are as large or larger."""
+    """How many guesses have weight 1, 2, ..., K: the weight of a guess is the number of windows that contain it."""
     above, below = (np.diff(windows, prepend=0)[::-1] for windows in _windows(side, r))
     return tuple(int(count) for count in above + below)
 
@@ -240,7 +240,7 @@ def _log_choose(r: int) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=64)
 def _waves(counts_K: tuple[int, ...]) -> tuple[list[tuple[int, NDArray[np.complex128]]], int]:
-    """For each number of guesses that several weights share, exp(i weight frequency) of these; and the length of the law."""
+    """For each distinct count of guesses, exp(-i weight frequency) of the weights with it; and the length of the law."""
     length = sum(weight * count for weight, count in enumerate(counts_K, start=1)) + 1
     size = fft.next_fast_len(length, real=True)
     step_F = np.exp(-2j * np.pi * np.arange(size // 2 + 1) / size)
@@ -252,12 +252,12 @@ def _waves(counts_K: tuple[int, ...]) -> tuple[list[tuple[int, NDArray[np.comple
 
 def _distribution_of_score(counts_K: tuple[int, ...], epsilon: float) -> NDArray[np.float64]:
     """The law of W*: P[W* = w] for w from 0 to the sum of all weights."""
-    # Log of 1 - q without forming q, which rounds to 1 from epsilon = 37 on; q / (1 - q) is e^epsilon.
+    # Log of 1 - q without computing q, which rounds to 1 from epsilon = 37 on; q / (1 - q) = e^epsilon.
     log_rest = -epsilon - math.log1p(math.exp(-epsilon))
-    if len(counts_K) == 1:  # exact to the last digits of the smallest tail
+    if len(counts_K) == 1:  # keeps full relative precision in the smallest tail
         r = counts_K[0]
         return np.exp(_log_choose(r) + (np.arange(r + 1) * epsilon + r * log_rest))
-    # Fourier transforms of independent sums multiply: a guess of weight w has rest + (1 - rest) exp(i w f).
+    # Transforms of independent summands multiply: a guess of weight w has remaining + (1 - remaining) exp(-i w f).
     waves, length = _waves(counts_K)
     remaining = math.exp(log_rest)
     spectrum_F: Any = 1.0
@@ -267,14 +267,14 @@ def _distribution_of_score(counts_K: tuple[int, ...], epsilon: float) -> NDArray
     return law_W
 
 
-# Bounds from many runs, each of which is one trial.
+# Bounds from many runs: each run is one trial.
 
 ASSUMES = "each trial is a training run of its own, its threshold chosen without these trials"
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Guesses at a threshold, counted: members that were recognised or missed, others that were accused or not."""
+    """Counts of guesses at one threshold: trials with the canary (positives) and without it (negatives)."""
 
     true_positives: int
     false_negatives: int
@@ -284,7 +284,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class RateBound:
-    """A lower bound on epsilon at ``delta``, 0 where nothing is shown; the upper limits of the rates that give it."""
+    """A lower bound on epsilon at ``delta``, 0 if nothing is shown, with the upper limits of the rates that give it."""
 
     value: float
     assumes: str
@@ -296,7 +296,7 @@ class RateBound:
 
 
 def epsilon_from_rates(rates: Rates, *, delta: float, alpha: float) -> RateBound:
-    """Epsilon from the error rates at one threshold, in both directions.
+    """A lower bound on epsilon from the error rates at one threshold, in both directions.
 
     Guarantee:
         P[value > epsilon] <= alpha for every (epsilon, delta)-DP mechanism, if each count is of independent training
@@ -327,11 +327,11 @@ def epsilon_from_rates(rates: Rates, *, delta: float, alpha: float) -> RateBound
 def many_runs(positives: ArrayLike, negatives: ArrayLike, *, delta: float, alpha: float) -> RateBound:
     """A lower bound on epsilon from many training runs, with one score of each.
 
-    Every second run of either kind chooses the threshold, where the bound from those runs is largest; the others are
-    counted at it.
+    Every second run of each kind is used to choose the threshold at which the bound from those runs is largest; the other
+    runs are counted at it.
 
     Guarantee:
-        That of ``epsilon_from_rates``, if all runs of a kind are alike and independent.
+        That of ``epsilon_from_rates``, if all runs of a kind are independent and identically distributed.
 
     Args:
         positives: Shape (P,), from runs with the canary; higher = more likely a member; finite.
@@ -348,13 +348,13 @@ def many_runs(positives: ArrayLike, negatives: ArrayLike, *, delta: float, alpha
         raise ValueError(
             f"half of the runs choose a threshold; got {len(positive_P)} with and {len(negative_N)} without"
         )
-    # A threshold that was chosen on the runs it is counted on would fit their noise, and the guarantee would be gone.
+    # A threshold chosen on the runs that are counted at it would fit their noise and void the guarantee.
     tried_P, tried_N = np.sort(positive_P[::2]), np.sort(negative_N[::2])
     cuts = np.concatenate((tried_P, tried_N))
     below_P, below_N = np.searchsorted(tried_P, cuts, side="right"), np.searchsorted(tried_N, cuts, side="right")
     tried = len(tried_P) - below_P, below_P, len(tried_N) - below_N, below_N
     cut = cuts[_bounds_of_counts(*tried, delta, alpha)[0].argmax()]
-    # A score that equals the threshold is called none of a member.
+    # A score that equals the threshold is not called a member.
     above_P, above_N = positive_P[1::2] > cut, negative_N[1::2] > cut
     counts = (above_P.sum(), (~above_P).sum(), above_N.sum(), (~above_N).sum())
     return epsilon_from_rates(Rates(*map(int, counts)), delta=delta, alpha=alpha)
@@ -363,8 +363,8 @@ def many_runs(positives: ArrayLike, negatives: ArrayLike, *, delta: float, alpha
 def _bounds_of_counts(
     caught: ArrayLike, missed: ArrayLike, accused: ArrayLike, cleared: ArrayLike, delta: float, alpha: float
 ) -> tuple[NDArray[np.float64], ...]:
-    """Epsilon, and upper limits of the false negative and false positive rate that both hold with probability 1 - alpha."""
+    """Epsilon, and upper limits of the false negative and false positive rates, both valid with probability 1 - alpha."""
     fnr, fpr = upper_limit(missed, caught, alpha / 2), upper_limit(accused, cleared, alpha / 2)
-    # 1 - FNR <= e^eps FPR + delta and its mirror image; 0 where they say less.
+    # 1 - FNR <= e^eps FPR + delta and its mirror image; at least 0.
     ratio = np.maximum((1 - delta - fnr) / fpr, (1 - delta - fpr) / fnr)
     return np.log(np.maximum(ratio, 1.0)), fnr, fpr

@@ -34,30 +34,30 @@ SHARE_OF_MEASURES = 0.05
 """Shares of the audit's alpha for the test of the noise and for that of the draws: both are more powerful than the bound."""
 CONFIDENCE = 0.95
 LEAST_SPREAD, MOST_SPREAD, SMALLEST = 1e-6, 1e9, -800.0
-"""Of what is expected of the weights: noise in units of C beyond which it is all, or 0; logarithm of a share that is not
-counted."""
+"""For ``expected_epsilon``: noise in units of C below which it is the largest, above which it is 0; log of the probability
+below which a number of draws is ignored."""
 LEAST_NOISE, MOST_DRAWN = 0.9, 1.25
-"""Of what is planned: beyond these, noise and draws are called wrong. What is between is left to later gradients, which answer to
-what earlier steps released: where the loss is concave along a canary, they shorten differences and lengthen totals."""
+"""Multiples of what is planned: beyond these, noise and draws are called wrong. The margin is for later gradients, which
+depend on what earlier steps released: where the loss is concave along a canary, they shorten differences and lengthen totals."""
 
 
 @dataclass(frozen=True, eq=False)
 class GradientTable:
     """One row for each gradient canary, from the observed steps.
 
-    Of banded noise, x_t below is what was released times the matrix C, so that its noise is independent, and y_t what the b steps
-    from t on show of a contribution to step t (``banded.matched``), in turns of the canary's own group alone; else y_t = x_t.
+    With banded noise, x_t below is the release times the matrix C, so that its noise is independent, and y_t what the b steps
+    from t on show of a contribution to step t (``banded.matched``), only in turns of the canary's own group; else y_t = x_t.
 
     Attributes:
         inserted_M: The coins; True if inserted.
         score_M: Logarithm of the likelihood ratio of "joins with probability b q" against "never", summed over y.
         squares_M: Sum over disjoint pairs of neighbouring steps of (x_{t+1} - x_t)^2 / 2, x what was released along the canary
-            over C: the square of the noise, whatever the two steps have in common.
-        total_M: Sum of y over steps: how often it was drawn, and noise.
+            over C: the square of the noise, without what the two steps have in common.
+        total_M: Sum of y over steps: how often the canary was drawn, plus noise.
         steps: Number of observed steps.
-        pairs: Number of pairs of them.
+        pairs: Number of disjoint pairs of neighbouring observed steps.
         sampling_rate: q of the Plan, in (0, 1].
-        noise: Standard deviation of the Plan's noise over C, > 0; of banded noise, of its fresh part.
+        noise: Standard deviation of the Plan's noise over C, > 0; for banded noise, that of its fresh part.
         coefficients: c_0, ..., c_{b-1} of banded noise; none for independent noise.
         weights_M: Change of the weights against the canary, from before the first step to after the last; None: the table is
             from a version that did not record it.
@@ -88,7 +88,7 @@ def tabulate(
     turns: BandedTurns | None = None,
     weights_M: ArrayLike | None = None,
 ) -> GradientTable:
-    """Makes the table of a run.
+    """Computes the table of a run.
 
     Args:
         proj_TM: Projection of each release on each canary, over C; a step with a nan was not observed.
@@ -99,7 +99,7 @@ def tabulate(
         weights_M: See ``GradientTable``.
 
     References:
-        The score: Neyman and Pearson's for one step, summed as if steps were independent; that they are not costs power,
+        The score: Neyman and Pearson's for one step, summed as if steps were independent; their dependence costs power,
         not validity. The squares: von Neumann 1941, "Distribution of the Ratio of the Mean Square Successive Difference to
         the Variance".
     """
@@ -136,7 +136,7 @@ def tabulate(
 
 
 def likelihood_ratio(log_ratio_TM: Floats, sampling_rate: float) -> Floats:
-    """Logarithm of "joins with probability q" against "never", summed over steps, from that of "joined" against "did not"."""
+    """Log-likelihood ratio of "joins each step with probability q" to "never joins", from that of "joined" for each step."""
     absent = math.log1p(-sampling_rate) if sampling_rate < 1 else -math.inf
     result: Floats = np.logaddexp(absent, math.log(sampling_rate) + log_ratio_TM).sum(axis=0)
     return result
@@ -146,18 +146,18 @@ def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudi
     """Bounds epsilon from the table and tests the noise and the sampling of the run.
 
     Guarantee:
-        Of a run that kept its Plan, each of the two bounds exceeds epsilon with probability at most its part of
+        If the run kept its Plan, each of the two bounds exceeds epsilon with probability at most its part of
         ``SHARE_OF_ALPHA`` alpha: coins are fair, and vectors do not depend on data. Noise and draws are called wrong with at
-        most theirs, if later gradients shorten differences by no more than a tenth, and lengthen totals by no more than a
-        quarter. The noise is tested on canaries that were not inserted, one-sided: what gradients add of themselves only makes
-        differences longer, so that less than chi-square allows is noise that is missing or was used twice. The draws are tested
-        by how much further the totals of inserted canaries lie, one-sided, by Welch's test with no less variance than the Plan
-        has.
+        most their parts, if later gradients shorten differences by no more than a tenth, and lengthen totals by no more than a
+        quarter. The noise is tested on canaries that were not inserted, one-sided: what gradients themselves add only makes
+        differences longer, so differences shorter than chi-square allows mean that noise is missing or was used twice. The
+        draws are tested by the difference of the mean totals of inserted and other canaries, one-sided, by Welch's test with
+        variances no smaller than the Plan's.
 
     Args:
-        table: Of the run.
-        delta: Of the claim.
-        alpha: Of the audit.
+        table: The table of the run.
+        delta: The claim's delta.
+        alpha: The alpha of the whole audit.
 
     References:
         ``GradientCanaries``, ``epsilon_lower_bound``.
@@ -166,7 +166,7 @@ def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudi
     of_bound = SHARE_OF_ALPHA * alpha - 2 * level
     share = SHARE_OF_WEIGHTS * of_bound if table.weights_M is not None else 0.0
     of_bound -= share
-    # Many of the inserted were never drawn, so the highest scores alone are guessed.
+    # Many inserted canaries were never drawn, so only the highest scores are guessed.
     reach = min(round(2 * math.sqrt(len(inside))), len(inside) // 2)
     bound = epsilon_lower_bound(table.score_M, inside, delta=delta, alpha=of_bound, falling_in=[reach] if reach else [])
     area = statistics.auc(table.score_M[inside], table.score_M[~inside], CONFIDENCE)
@@ -201,7 +201,7 @@ def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudi
 
 
 def _of_weights(table: GradientTable, delta: float, alpha: float) -> WeightsAudit | None:
-    """What the first and the last weights prove, and what they are expected to show."""
+    """The lower bound from the first and last weights, with the epsilon that they are expected to show."""
     if table.weights_M is None:
         return None
     inside, reach = table.inserted_M, min(round(4 * math.sqrt(len(table.inserted_M))), len(table.inserted_M))
@@ -219,13 +219,13 @@ def _of_weights(table: GradientTable, delta: float, alpha: float) -> WeightsAudi
 
 
 def expected_epsilon(table: GradientTable, delta: float) -> float:
-    """Epsilon of the sum of all releases alone: what is expected to be visible in the final weights, and no bound.
+    """Epsilon of the sum of all releases alone: an estimate of what the final weights show, not a bound.
 
-    N(0, s^2) against Binomial(T, q) + N(0, s^2), in units of C, s^2 the variance of the noise of all steps together: the weights
-    are taken to be that sum. Of banded noise a unit has T / b turns, each at b q.
+    The weights are taken to be that sum: N(0, s^2) against Binomial(T, q) + N(0, s^2), in units of C, where s^2 is the variance
+    of the noise of all steps together. With banded noise a unit has T / b turns, each with probability b q.
 
     References:
-        Steinke et al. 2024, "The Last Iterate Advantage" (2410.06186), a heuristic, which contrived losses exceed.
+        Steinke et al. 2024, "The Last Iterate Advantage" (2410.06186), a heuristic that contrived losses exceed.
     """
     turns, rate = table.steps // table.bands, min(1.0, table.bands * table.sampling_rate)
     if not turns:
@@ -242,7 +242,7 @@ def expected_epsilon(table: GradientTable, delta: float) -> float:
         return float(special.logsumexp(weight_K + (count_K * x - count_K**2 / 2) / spread**2))
 
     def above(epsilon: float) -> float:
-        """The larger of the two deltas at epsilon, minus ``delta``."""
+        """The larger of the two directions' deltas at epsilon, minus ``delta``."""
         reach = 40 * spread + turns
         ends = log_ratio(-reach), log_ratio(reach)
         joined = absent = 0.0
@@ -264,7 +264,7 @@ def expected_epsilon(table: GradientTable, delta: float) -> float:
 
 
 def seen(table: GradientTable, level: float) -> str:
-    """Where the attack on gradient canaries was seen to work, in words, at this level; empty: it was not."""
+    """Where the attack on gradient canaries worked at this significance level, in words; empty: it did not work."""
     inside, outside = table.score_M[table.inserted_M], table.score_M[~table.inserted_M]
     p_value, area = statistics.rank_sum_p_value(inside, outside), statistics.auc(inside, outside)
     if area is None or p_value is None or not p_value < level:
@@ -273,7 +273,7 @@ def seen(table: GradientTable, level: float) -> str:
 
 
 def _drawn(table: GradientTable) -> tuple[float, float, float]:
-    """How often an inserted canary was drawn, by the mean of totals; its standard error and degrees of freedom; 0 for none."""
+    """Estimated draws of an inserted canary, its standard error and degrees of freedom; zeros if nothing can be estimated."""
     total_I, total_O = table.total_M[table.inserted_M], table.total_M[~table.inserted_M]
     if min(len(total_I), len(total_O)) < 2 or not table.steps:
         return 0.0, 0.0, 0.0
@@ -288,9 +288,9 @@ def _drawn(table: GradientTable) -> tuple[float, float, float]:
 
 _ARRAYS = {"inserted": "inserted_M", "score": "score_M", "squares": "squares_M", "total": "total_M"}
 COLUMNS = {*_ARRAYS, "steps", "pairs"}
-"""Of gradient.parquet: the fields of ``GradientTable``."""
+"""Columns of gradient.parquet: fields of ``GradientTable``."""
 OPTIONAL = ("weights",)
-"""The same, where the weights before the first step were kept."""
+"""Columns that exist only if the weights before the first step were kept."""
 
 
 def write_gradient(table: GradientTable, path: Path) -> None:
@@ -310,16 +310,16 @@ def write_gradient(table: GradientTable, path: Path) -> None:
 def read_gradient(
     path: Path, sampling_rate: float, noise: float, coefficients: tuple[float, ...] = ()
 ) -> GradientTable:
-    """Reads what ``write_gradient`` wrote, of a run with this q, this noise and these coefficients of banded noise.
+    """Reads what ``write_gradient`` wrote for a run with this q, this noise and these coefficients of banded noise.
 
     Raises:
-        ConfigError: Missing or damaged file, or one that holds something else.
+        ConfigError: The file is missing, damaged or not a table of gradient canaries.
     """
     import pyarrow
     from pyarrow import parquet
 
     try:
-        with open(path, "rb") as file:  # pyarrow opens no name that is not UTF-8
+        with open(path, "rb") as file:  # pyarrow cannot open a path that is not UTF-8
             read = parquet.read_table(file, use_threads=False)
         if not COLUMNS <= set(read.column_names) <= {*COLUMNS, *OPTIONAL} or not read.num_rows:
             raise ValueError("other columns")

@@ -40,7 +40,7 @@ Rows = list[Row]
 LIMIT = 1000
 """Maximum number of scored units of each side."""
 FEWEST = 50
-"""Minimum units of each side; with fewer, no control could distinguish a shift from chance."""
+"""Minimum units of each side; with fewer, no control can distinguish a shift from chance."""
 NOTE = (
     "Computed from private rows and not covered by the privacy guarantee: it must not be published. It says nothing about "
     "epsilon, because nobody drew by coins which of these rows trained."
@@ -50,9 +50,9 @@ MEMBERSHIP, SHIFT = "membership inference", "distribution shift"
 
 
 def audit_run_members(run: Run, models: ScoringModels) -> dict[str, Any]:
-    """Rows of data.train of a finished run, as they trained, against rows of data.eval: the report of ``audit_members``.
+    """Compares rows that a finished run trained on with rows of data.eval: the report of ``audit_members``.
 
-    It goes to private/audit_members.json.
+    It is written to private/audit_members.json.
 
     Raises:
         ConfigError: The recipe names no evaluation data; see also ``audit_members``.
@@ -64,7 +64,7 @@ def audit_run_members(run: Run, models: ScoringModels) -> dict[str, Any]:
 
 
 def rows_of_run(run: Run) -> tuple[Sequence[Rows], Sequence[Rows], Format]:
-    """Members and non-members of a run by privacy unit, and their format."""
+    """Members and non-members of a run, grouped by privacy unit, and their format."""
     settings = run.config.data
     if settings.eval is None:
         raise ConfigError(
@@ -84,22 +84,22 @@ def audit_members(
     One privacy unit is one observation: all tokens of all its rows and sequences together.
 
     Guarantee:
-        Where members and non-members are exchangeable, the word is "distribution shift" with probability at most about
+        If members and non-members are exchangeable, the word is "distribution shift" with probability at most about
         7.5 %: both sides of the base model's interval, one of the blind control's. Neither proves that there is no shift.
 
     Args:
         models: Tuned and base.
-        members: Everything that trained, by unit; at most ``LIMIT`` of them, drawn with a fixed public seed, are scored.
-        non_members: The same kind of rows that did not train.
-        fmt: How the rows of both read.
+        members: All rows that trained, by unit; at most ``LIMIT`` units, drawn with a fixed public seed, are scored.
+        non_members: Rows of the same kind that did not train, by unit; likewise.
+        fmt: Format of both.
         settings: The data section that training used: unit, template, max_length, long_examples.
 
     Returns:
         JSON-ready: ``word`` and ``reason``, numbers of units, each score's separation, and the controls.
 
     Raises:
-        ConfigError: Fewer than 50 units on a side, non-members that are members too, or scores that are not finite.
-        DataError: A row that cannot be encoded.
+        ConfigError: A side has fewer than 50 units, some non-members are also members, or scores are not finite.
+        DataError: A row cannot be encoded.
     """
     samples = [_draw(members), _draw(non_members)]
     check_overlap(members, samples[1], fmt, settings)
@@ -114,7 +114,7 @@ def audit_members(
                 "difference in the data from chance. Give more rows."
             )
     units, first = [*sides[0], *sides[1]], len(sides[0])
-    # What the models read of a unit, which is all that the controls may use: no more, and no less.
+    # Exactly the text that the models read of a unit: the controls must use neither more nor less.
     ids = [[sequence.input_ids for sequence in unit.sequences] for unit in units]
     texts = ["\n".join(models.tokenizer.batch_decode(token_ids, skip_special_tokens=True)) for token_ids in ids]
     tokens = _score(models, units, texts)
@@ -122,7 +122,7 @@ def audit_members(
     base = statistics.auc(base_S[:first], base_S[first:], CONFIDENCE)
     words_control = blind(texts[:first], texts[first:], CONFIDENCE)
     assert base is not None
-    assert words_control is not None  # of which each takes fewer texts
+    assert words_control is not None  # each side has at least FEWEST texts
     verdict, reason = _judge(base, words_control, settings.unit)
     return {
         "word": verdict,
@@ -138,13 +138,13 @@ def audit_members(
 
 
 def check_overlap(members: Sequence[Rows], non_members: Sequence[Rows], fmt: Format, settings: DataConfig) -> None:
-    """Looks for non-members that trained: the same text, but for case and white space, or another row of the same unit.
+    """Looks for non-members that trained: the same text up to case and white space, or another row of a member's unit.
 
     Raises:
-        ConfigError: There are some; how many is said, and not which.
+        ConfigError: There are some; the message gives their number, but does not identify them.
     """
     texts = [words(row.parts, FIELDS[fmt]).casefold() for group in non_members for row in group]
-    # Of members only what non-members have is kept, or all text of the training data would stand in memory twice.
+    # Of the members' texts only those of non-members are kept; otherwise all training text would be in memory twice.
     member_texts, copied, units = set(texts), set[str](), set[str]()
     for row in (row for group in members for row in group):
         copied |= {words(row.parts, FIELDS[fmt]).casefold()} & member_texts
@@ -160,10 +160,10 @@ def check_overlap(members: Sequence[Rows], non_members: Sequence[Rows], fmt: For
 
 
 def scores(table: TokenTable) -> dict[str, Floats]:
-    """Shape (S,) by name; higher = more likely a member.
+    """Every score by its name, shape (S,); higher = more likely a member.
 
-    Log-probabilities are means over a unit's tokens, in nats: real texts differ in length, secrets do not. The slope of
-    ``calibrated`` is fitted on members and others alike, without knowing which is which (see ``attacks.slope``).
+    Log-probabilities are means over a unit's tokens, in nats, because real texts, unlike secrets, differ in length. The slope
+    of ``calibrated`` is fitted on members and non-members together, without knowing which is which (see ``attacks.slope``).
     """
     tuned, base = _mean(table, table.tuned_log_prob_N), _mean(table, table.base_log_prob_N)
     return {
@@ -196,7 +196,7 @@ def _judge(base: Estimate, words_control: Estimate, unit: str) -> tuple[str, str
     if words_control.above_half:
         area = f"AUC {words_control.value:.3f} ({words_control.low:.3f} to {words_control.high:.3f})"
         signals.append(f"a classifier that sees the words and no model separates them ({area})")
-    # On both sides of 1/2: an attack's direction is fixed, that of a control is not.
+    # Two-sided: unlike that of an attack, the direction of a control is not fixed.
     if not base.low <= 0.5 <= base.high:
         area = f"AUC {base.value:.3f} ({base.low:.3f} to {base.high:.3f})"
         signals.append(f"the base model, which saw neither, separates them ({area})")

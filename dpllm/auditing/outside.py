@@ -1,8 +1,8 @@
-"""The audit of a model that was trained elsewhere, a PEFT adapter or a whole model, by the canaries that its owner planted.
+"""Audits a model that was trained elsewhere, a PEFT adapter or a whole model, by the canaries that its owner planted.
 
-Comes in: its directory, the name of its base, and a manifest: which texts were planted and which were not, in dpllm's own form
-or another. Goes out: the summary of an audited run, with the assumptions that no file can prove. The file itself states whether
-its coins are independent; this is never guessed. Models that cannot be compared with the base are refused, but a base that
+Comes in: its directory, the name of its base, and a manifest that states which texts were planted and which were not. Goes out: a
+summary like that of an audited run, with the assumptions that no file can prove. The manifest itself states whether its
+coins are independent; this is never guessed. A model that cannot be compared with its base is refused, but a base that
 differs from the true one only in its weights cannot be detected. Errors name lines and keys and quote no text.
 """
 
@@ -41,9 +41,9 @@ from dpllm.statement.audit import Bound, Summary
 from dpllm.statement.audit_bounds import Claim
 from dpllm.text.layouts import Format
 
-FEWEST_OUT = 20  # texts that were never planted; fewer allow no comparison
+FEWEST_OUT = 20  # minimum number of texts that were not planted; with fewer, no comparison is possible
 COINS = {"coins": "independent"}
-MAX_LENGTH = 512  # tokens of a row, if the model has no maximum length
+MAX_LENGTH = 512  # tokens of a row, for a model without a maximum length
 ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ASSUMED = (
     "that each canary trained as often as its group says where it was inserted, and never where it was not",
@@ -52,7 +52,7 @@ ASSUMED = (
 )
 _MOST_REPEATED = 1_000_000
 _HALVES = re.compile("[\ud800-\udfff]")  # surrogates, which no tokenizer accepts
-_LIKELIEST_LIE = 1e-6  # fair coins look less fair than this in one manifest of a million
+_LIKELIEST_LIE = 1e-6  # p-value; fair coins fall below it in one manifest of a million
 _FORM = (
     'A manifest is canaries.json of a dpllm run, or one JSON object a line: first {"coins": "independent"} where each '
     'canary was planted by a fair coin of its own, then {"carrier": ..., "secret": ..., "inserted": true, "group": 1} '
@@ -71,12 +71,12 @@ class Manifest:
 
     canaries: tuple[Canary, ...]
     references: tuple[Canary, ...]
-    independent_coins: bool  # each was planted by its own fair coin: without it no lower bound on epsilon follows
-    commitment: str | None = None  # of dpllm's own manifest, checked against its content
+    independent_coins: bool  # each was planted by its own fair coin; otherwise no lower bound on epsilon follows
+    commitment: str | None = None  # only of dpllm's own manifest, checked against its content
 
 
 class OutsideAudit(Summary):
-    """What canaries show of a model that was trained elsewhere."""
+    """The summary of the audit of a model that was trained elsewhere."""
 
     model: dict[str, Any]
     canaries: dict[str, Any]
@@ -84,10 +84,10 @@ class OutsideAudit(Summary):
 
 
 def outside_claim(epsilon: float | None, delta: float | None, unit: str = "example") -> Claim | None:
-    """The claim that somebody else makes for the model, epsilon > 0 and delta in [0, 1); None without one.
+    """The claim that others make for the model, epsilon > 0 and delta in [0, 1); None if neither is given.
 
     Raises:
-        ConfigError: One of the two is missing, or out of range.
+        ConfigError: One of the two is missing or out of range.
     """
     if epsilon is None and delta is None:
         return None
@@ -102,23 +102,23 @@ def outside_claim(epsilon: float | None, delta: float | None, unit: str = "examp
 def audit_outside(
     path: Path, manifest: Path, *, base: str | None = None, claim: Claim | None = None, fmt: Format = "text"
 ) -> OutsideAudit:
-    """Looks for canaries in a model that was trained elsewhere.
+    """Audits a model that was trained elsewhere by its canaries.
 
     Guarantee:
-        A true claim is called falsified with probability at most the default of ``audit.alpha``, if the manifest says the
-        truth: fair, independent coins, each canary trained as often as its group says. Without independent coins no bound
-        is given and no claim is tested.
+        A true claim is called falsified with probability at most the default of ``audit.alpha``, if the manifest is true:
+        coins are fair and independent, and each canary trained as often as its group says. Without independent coins no
+        bound is given and no claim is tested.
 
     Args:
         path: PEFT adapter or model directory.
-        manifest: private/canaries.json of a run, or a stranger's: see ``read_manifest``.
-        base: Name or directory of the base model; None: what adapter_config.json names.
-        claim: Of ``outside_claim``.
-        fmt: How a canary read in training.
+        manifest: private/canaries.json of a run, or a file in the other form: see ``read_manifest``.
+        base: Name or directory of the base model; None: the one that adapter_config.json names.
+        claim: Result of ``outside_claim``.
+        fmt: Format of the canaries' rows in training.
 
     Raises:
-        ConfigError: See ``load`` and ``read_manifest``; a claim without coins, a canary that the model cannot read
-            whole, or infinite scores.
+        ConfigError: See ``load`` and ``read_manifest``; also a claim without independent coins, a canary that cannot be
+            trained on in full at the model's maximum length, or scores that are not finite.
     """
     planned = read_manifest(manifest)
     if any(len(canary.answers) > 1 for canary in planned.canaries):
@@ -149,17 +149,17 @@ def audit_outside(
 
 
 def load(path: Path, base: str | None, device: torch.device) -> tuple[ScoringModels, str, str]:
-    """An adapter on its base, or a whole model beside it; what kind it is, and the name of the base.
+    """Loads an adapter on its base, or a whole model and its base; also returns the kind and the name of the base.
 
-    The tokenizer is the one in ``path``, or the base's where there is none.
+    The tokenizer is the one in ``path``, or the base's if there is none.
 
     Args:
         path: PEFT adapter or model directory.
-        base: Name or directory of the base model; None: what the adapter names.
-        device: Of both.
+        base: Name or directory of the base model; None: the one that the adapter names.
+        device: Device of both models.
 
     Raises:
-        ConfigError: No model, a base that does not fit, an adapter that cannot be switched off, or a tokenizer of another model.
+        ConfigError: No model, a base that does not match, an adapter that cannot be switched off, or another model's tokenizer.
     """
     if (path / ADAPTER_CONFIG).is_file():
         return _adapter_on_base(path, base, device)
@@ -174,7 +174,7 @@ def load(path: Path, base: str | None, device: torch.device) -> tuple[ScoringMod
 def _adapter_on_base(path: Path, base: str | None, device: torch.device) -> tuple[ScoringModels, str, str]:
     try:
         config: Any = PeftConfig.from_pretrained(str(path))
-    except Exception as error:  # whatever a file that is no configuration makes peft raise
+    except Exception as error:  # peft raises many types for a broken configuration
         raise ConfigError(
             f"{path / ADAPTER_CONFIG}: is not an adapter configuration that this version of peft can read "
             f"({type(error).__name__}). Check the file, or pip install -U peft."
@@ -208,10 +208,10 @@ def _tuned(path: Path, net: Any, name: str) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # an error below
             tuned: Any = PeftModel.from_pretrained(net, str(path))
-        missing = tuned.load_adapter(str(path), "default").missing_keys  # a second time, to be told what was missing
+        missing = tuned.load_adapter(str(path), "default").missing_keys  # loaded again: this reports missing keys
         with safe_open(path / WEIGHTS, "pt") as file:
             stored = len(file.keys())
-        # What is switched off with the adapter: embeddings of the base that are stored beside it are not.
+        # Only tensors that are switched off with the adapter count: stored embeddings of the base are not.
         num_tensors = len(get_peft_model_state_dict(tuned, save_embedding_layers=False))
         if missing or stored != num_tensors:
             problem = f"{stored} tensors are stored, but the model has {num_tensors}"
@@ -251,7 +251,7 @@ def _whole_model_and_base(path: Path, base: str | None, device: torch.device) ->
 
 
 def _tokenizer(path: Path, base: ModelConfig, size: int) -> Any:
-    """The model's own tokenizer, or the base's, if both models can read what it makes."""
+    """The model's own tokenizer, else the base's; ConfigError if its token ids do not suit both models."""
     name = base.name_or_path
     has_tokenizer = any((path / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
     try:
@@ -265,7 +265,7 @@ def _tokenizer(path: Path, base: ModelConfig, size: int) -> Any:
     largest = max(vocabulary.values(), default=0)
     try:
         base_vocabulary = loading.load_tokenizer(base).get_vocab()
-    except ConfigError:  # a base without a tokenizer says nothing
+    except ConfigError:  # without a tokenizer of the base there is nothing to compare
         base_vocabulary = vocabulary
     different = sum(vocabulary.get(token) != index for token, index in base_vocabulary.items())
     if different or largest >= size:
@@ -284,11 +284,11 @@ def _no_base(problem: str) -> ConfigError:
 
 
 def _summary(models: ScoringModels, planned: Manifest, claim: Claim | None, fmt: Format) -> Summary:
-    """What the audit of a run concludes from such scores; without independent coins the bound is 0, for want of a theorem."""
+    """The conclusions of a run's audit; without independent coins no theorem applies, and the bound is 0."""
     everyone, longest = (*planned.canaries, *planned.references), positions(models.tuned) or MAX_LENGTH
     tokens = score_encoded(models, everyone, [_encode(canary, fmt, models.tokenizer, longest) for canary in everyone])
     tests = default_ways(sum(canary.group == 1 for canary in planned.canaries))
-    # Nobody fixed them before, so nobody chooses them.
+    # Nobody fixed settings in advance, so the defaults are used and nobody can choose.
     settings = AuditSettings.pick({**AuditConfig().fixed().to_json(), **tests})
     context = AuditContext(words=words_control(planned.canaries), own_references=not planned.references)
     report = summarise(tokens, claim, settings, context)
@@ -312,12 +312,12 @@ def _encode(canary: Canary, fmt: Format, tokenizer: Any, longest: int) -> tuple[
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads dpllm's own manifest, or one JSON object a line.
+    """Reads dpllm's own manifest, or a file with one JSON object per line.
 
-    A foreign manifest is taken at its word: nothing in a file can show that these texts trained, and how often.
+    A foreign manifest is trusted: nothing in a file can prove that these texts trained, or how often.
 
     Raises:
-        ConfigError: No manifest, or one that cannot be audited.
+        ConfigError: The file is not a manifest, or is one that cannot be audited.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -361,7 +361,7 @@ def _entry(path: Path, index: int, number: int, value: Any) -> Canary:
         and all(isinstance(text, str) and text.strip() and not _HALVES.search(text) for text in texts)
         and isinstance(inserted, bool)
         and type(group) is int
-        and inserted <= group <= _MOST_REPEATED  # 0, a reference, is not inserted
+        and inserted <= group <= _MOST_REPEATED  # group 0 is a reference, which is never inserted
     )
     if not good:
         raise ConfigError(f"{path}: line {number} is not a canary. {_FORM}")

@@ -1,8 +1,8 @@
 """One audit of one finished run.
 
 Comes in: a run directory. Goes out: audit.json and tokens.parquet. A run with differential privacy publishes them: they
-are computed from its output, from texts drawn before it saw any data, and from their coins. A run without keeps them
-private. No canary's text is written outside private/, but anyone who knows the generator and the base
+are computed from its output, from texts drawn before it saw any data, and from their coins. A run without differential
+privacy keeps them private. No canary's text is written outside private/, but anyone who knows the generator and the base
 model can search for the texts that give the published numbers.
 """
 
@@ -44,23 +44,23 @@ if TYPE_CHECKING:
 def audit(
     run: RunDir, *, positive_control: RunDir | None = None, shadows: int = 0, console: Console | None = None
 ) -> AuditRecord:
-    """Scores the canaries of a finished run and writes what follows from them.
+    """Scores the canaries of a finished run and writes audit.json and the tables.
 
     Args:
         run: A run that planted canaries and exported its weights.
-        positive_control: An audited run of the same recipe without privacy, where the attack has to succeed. Unless both are
-            of the same public data this report stays in private/, because it tells something of that run, and one without the
-            control is published.
+        positive_control: An audited run of the same recipe without privacy, where the attack has to succeed. Unless both runs
+            use the same public data, this report stays in private/, because it reveals something about that run, and a report
+            without the control is published.
         shadows: How many shadow runs to train and compare with.
-        console: Takes a line for each shadow.
+        console: Receives a line for each shadow.
 
     Returns:
-        What audit.json holds. A falsified claim is said in ``verdict``, not raised.
+        The content of audit.json. A falsified claim is reported in ``verdict``, not raised.
 
     Raises:
         ConfigError: No canaries in the recipe, no weights, canaries or settings other than those fixed before training, or
-            a positive control that is none.
-        Refused: Shadows that may not be trained.
+            a run that cannot serve as a positive control.
+        Refused: The shadows may not be trained.
     """
     opened, plan, claim = _subject(run)
     config, promise = opened.config, opened.plan
@@ -92,7 +92,7 @@ def audit(
         return _write(run, AuditRecord.pick(summary.to_json(), published=published, **facts), tokens, context.gradient)
 
     report = public_report = write(works, published=config.privacy.enabled and public)
-    if config.privacy.enabled and not public:  # the same without what tells of other runs
+    if config.privacy.enabled and not public:  # the same report without anything about other runs
         facts.pop("shadows", None)
         public_report = write(None, published=True)
     publish_audit(run, config, figures(public_report) if public_report.published else {})
@@ -110,7 +110,7 @@ def _write(run: RunDir, report: AuditRecord, tokens: TokenTable, gradient: Gradi
 
 
 def figures(report: AuditRecord) -> dict[str, float | None]:
-    """What of a published audit metrics show, by their names."""
+    """The metrics of a published audit, by name; None where a value is missing."""
     attack, bound = report.attacks.get(PRIMARY_ATTACK), report.epsilon_lower_bound
     lower, upper = (attack.auc_interval if attack else None) or (None, None)
     return {
@@ -123,10 +123,10 @@ def figures(report: AuditRecord) -> dict[str, float | None]:
 
 
 def load_models(run: Run) -> ScoringModels:
-    """The weights of a run beside its base.
+    """Loads the exported weights of a run and its base model for scoring.
 
     Raises:
-        ConfigError: The run exported none.
+        ConfigError: The run exported no weights.
     """
     if not run.record.artifacts or not any(run.export_dir.glob("*.safetensors")):
         raise ConfigError(
@@ -142,14 +142,14 @@ def _gradient(run: Run, promise: Plan, plan: CanaryPlan) -> GradientTable:
     proj_TM = read_projections(directory.projections)
     turns = read_turns(directory.groups, promise.coefficients, len(plan.gradient_coins))
     first_M, last_M = read_weights(directory.along)
-    moved_M = first_M - last_M  # descent: what adds to a gradient takes off the weight
+    moved_M = first_M - last_M  # descent: a positive gradient decreases the weight
     return tabulate(
         proj_TM, plan.gradient_coins, promise.sampling_rate, lattice.noise_over_max_grad_norm, turns, moved_M
     )
 
 
 def _subject(run: RunDir) -> tuple[Run, CanaryPlan, Claim | None]:
-    """A run, its canaries and what they test, which belong together."""
+    """Opens a run; returns it with its canaries and the claim that they test."""
     opened = open_run(run)
     config = opened.config
     if not config.audit.plants:
@@ -174,7 +174,7 @@ def _subject(run: RunDir) -> tuple[Run, CanaryPlan, Claim | None]:
 
 
 def _control(config: RunConfig, control: RunDir) -> tuple[str, bool]:
-    """Where the attack was seen to work on a run without privacy (empty: nowhere), and whether that may be published."""
+    """Where the attack worked on a run without privacy, in words (empty: nowhere), and whether that may be published."""
     opened = open_run(control)
     trained = opened.config
     if trained.privacy.enabled:
@@ -225,9 +225,9 @@ def _describe(plan: CanaryPlan) -> dict[str, Any]:
 
 
 def _count(run: RunDir) -> int:
-    """How many audits of this run directory were made, this one included: choosing the best of several would be seen.
+    """The number of audits of this run directory, this one included, so that choosing the best of several is visible.
 
-    One line each, added in one write, so that audits at the same time are all counted.
+    Each audit adds one line in one write, so concurrent audits are all counted.
     """
     path = run.audits
     with open(path, "a", encoding="utf-8") as file:

@@ -1,6 +1,6 @@
 """Scoring: one forward pass of each model over every canary and reference.
 
-Comes in: a canary plan and two models, tuned and base. Goes out: the score table. The text is encoded by the
+Comes in: a canary plan and two models, tuned and base. Goes out: the token table. The text is encoded by the
 function that encodes training rows, so scored and trained tokens are the same. Coins are copied and do not affect scores.
 """
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 _LOGITS_PER_BATCH = 2**28
 """Elements of one batch's logits: 0.5 GiB in bfloat16, whatever the vocabulary."""
 _TOKENS_ON_CPU = 2**12
-"""Maximum of a batch; larger batches are slower on a processor."""
-_BLOCK = 64  # logits that are looked through together
+"""Maximum tokens of a batch on a processor, where larger batches are slower."""
+_BLOCK = 64  # logits in one block of ``_largest``
 _NEGLIGIBLE = -1e4  # nats below the maximum; exp of it is 0
 _LOGITS_PER_CHUNK = {"cpu": 2**20, "cuda": 2**25}
 """Elements of one float32 chunk of the softmax: 4 MiB, which a processor keeps in its cache, and 128 MiB."""
 
 
 Mask = Sequence[bool] | NDArray[np.bool_]
-"""Mask over the tokens of a sequence; True for those meant."""
+"""Mask over the tokens of a sequence; True for the selected ones."""
 
 
 class TokenScores(NamedTuple):
-    """The scored tokens of one sequence, in order: columns of a ``TokenTable``, of one model."""
+    """One model's scores of the scored tokens of a sequence, in order: columns of a ``TokenTable``."""
 
     log_prob: NDArray[np.float64]
     argmax: NDArray[np.bool_]
@@ -60,15 +60,15 @@ def score(
     masks: Sequence[Mask],
     token_budget: int,
 ) -> list[TokenScores]:
-    """Log-probability and greedy match of every masked token.
+    """Scores every selected token, see ``TokenScores``.
 
-    The result does not depend on which sequences share a batch: rows are padded on the right, where a causal model's
-    earlier positions cannot see; and each is read alone where the longest would decide about the others.
+    The result does not depend on which sequences share a batch: rows are padded on the right, which earlier positions of a
+    causal model cannot see, and each row is read alone if the longest one would affect the others (``rows_at_once``).
 
     Args:
         model: In eval mode; called as ``model(input_ids=, attention_mask=).logits``.
-        sequences: What to score.
-        masks: For each sequence, which tokens; never the first one.
+        sequences: The sequences to score.
+        masks: For each sequence, the tokens to score; never the first one.
         token_budget: Padded tokens in one batch; a longer sequence is a batch of its own.
 
     Raises:
@@ -89,7 +89,7 @@ def score(
                     [torch.tensor(masks[row], dtype=torch.bool) for row in rows],
                 )
             )
-            # Not kept in a name: the next batch's logits would be new memory, and page faults cost more than statistics.
+            # No name holds the logits, so their memory is free for the next batch; page faults cost more than the statistics.
             scored = _gather(model(input_ids=ids_BT, attention_mask=real_BT).logits, ids_BT, scored_BT)
             first = 0
             for row in rows:
@@ -106,10 +106,10 @@ def score(
 
 
 def score_canaries(models: ScoringModels, plan: CanaryPlan, fmt: Format, data: DataConfig) -> TokenTable:
-    """Scores every candidate and reference on the tuned and the base model, of a pair both answers, and token by token.
+    """Scores the tokens of every candidate and reference (both answers of a pair) on the tuned and the base model.
 
-    Every token that entered the loss is scored, which in format text are those of the carrier too; of a secret that stands in a
-    prompt, its own tokens.
+    Every token that entered the loss is scored, which in format text includes the carrier's; if the secret stands in a prompt,
+    only its own tokens are scored.
 
     Raises:
         ConfigError: A canary that training could not have learned (see ``encode_secret``), or scores that are not finite.
@@ -122,7 +122,7 @@ def score_canaries(models: ScoringModels, plan: CanaryPlan, fmt: Format, data: D
 def score_encoded(
     models: ScoringModels, canaries: Sequence[Canary], encoded: Sequence[tuple[TokenSequence, Sequence[bool]]]
 ) -> TokenTable:
-    """The same of canaries that are encoded already, each with the mask of its secret's tokens."""
+    """Does the same for canaries that are already encoded, each with the mask of its secret's tokens."""
     sequences, secrets = zip(*encoded, strict=True)
     masks = [np.array(sequence.loss_mask, dtype=np.bool_) for sequence in sequences]
     scored = [np.array(sequence.input_ids)[mask] for sequence, mask in zip(sequences, masks, strict=True)]
@@ -140,15 +140,15 @@ def score_encoded(
 
 
 def score_sequences(models: ScoringModels, sequences: Sequence[TokenSequence], masks: Sequence[Mask]) -> dict[str, Any]:
-    """One pass of the tuned and one of the base model over any sequences: the scored columns of a token table.
+    """Runs the tuned and the base model over any sequences; returns the scored columns of a token table by name.
 
     Args:
         models: Both, in eval mode.
-        sequences: As training reads them.
-        masks: Which tokens of each are scored: at least one, never the first.
+        sequences: Encoded as for training.
+        masks: The tokens of each sequence to score: at least one, never the first.
 
     Raises:
-        ConfigError: A model whose scores are not finite.
+        ConfigError: A model's scores are not finite.
     """
     budget = token_budget(models)
     tuned = score(models.tuned, sequences, masks, budget)
@@ -162,12 +162,12 @@ def score_sequences(models: ScoringModels, sequences: Sequence[TokenSequence], m
 
 
 def zlib_bytes(text: str) -> int:
-    """Length of a text once compressed."""
+    """Length in bytes of a text that zlib has compressed."""
     return len(zlib.compress(text.encode()))
 
 
 def token_budget(models: ScoringModels) -> int:
-    """Padded tokens of one batch that these models can score."""
+    """Maximum padded tokens of one batch for these models and their device."""
     budget = _LOGITS_PER_BATCH // max(1, len(models.tokenizer))
     on_cpu = next(models.tuned.parameters()).device.type == "cpu"
     return min(budget, _TOKENS_ON_CPU) if on_cpu else budget
@@ -185,7 +185,7 @@ def _batches(order: Sequence[int], lengths: Sequence[int], token_budget: int) ->
 
 
 def _gather(logits_BTV: torch.Tensor, ids_BT: torch.Tensor, scored_BT: torch.Tensor) -> TokenScores:
-    """Scores of the marked tokens, row by row; float32 copies exist for one chunk at a time."""
+    """Scores of the selected tokens, row by row; float32 copies exist for only one chunk at a time."""
     row_N, position_N = scored_BT.nonzero(as_tuple=True)
     target_N = ids_BT[row_N, position_N]
     size = max(1, _LOGITS_PER_CHUNK.get(logits_BTV.device.type, 2**25) // logits_BTV.shape[-1])
@@ -199,11 +199,11 @@ def _gather(logits_BTV: torch.Tensor, ids_BT: torch.Tensor, scored_BT: torch.Ten
         likeliest_CK = _largest(logits_CV)
         top_C = likeliest_CK.amax(dim=-1)
         greedy_C = chosen_C == top_C
-        # Of equals, one is chosen.
+        # Among equal logits greedy decoding chooses one, as argmax does.
         greedy_C[greedy_C.clone()] = logits_CV[greedy_C].argmax(dim=-1) == target_C[greedy_C]
         among_C = chosen_C >= likeliest_CK.amin(dim=-1)
         top_k_C = torch.where(among_C, chosen_C - likeliest_CK.logsumexp(dim=-1), -math.inf)
-        # A logit of -inf weighs nothing, and must not be multiplied with that weight.
+        # A logit of -inf has weight 0, and 0 * -inf would be nan.
         shifted_CV = logits_CV.sub_(top_C[:, None])
         if shifted_CV.amin() < _NEGLIGIBLE:
             shifted_CV.clamp_(min=_NEGLIGIBLE)
@@ -223,7 +223,7 @@ def _gather(logits_BTV: torch.Tensor, ids_BT: torch.Tensor, scored_BT: torch.Ten
 def _largest(logits_CV: torch.Tensor) -> torch.Tensor:
     """Shape (C, K): the ``TOP_K`` largest logits of each row, in any order.
 
-    They lie in the K blocks with the largest maxima, and finding those takes one fast pass; sorting V numbers does not.
+    They lie in the K blocks with the largest maxima. One fast pass finds these blocks; sorting V numbers is slower.
     """
     vocabulary = logits_CV.shape[1]
     number = vocabulary // _BLOCK

@@ -1,8 +1,8 @@
 """Shadow runs: the recipe of a finished run, trained again with fresh coins, so that an audit can measure their effect.
 
 Comes in: a run directory and its canaries. Goes out: K runs under private/shadows/, and a report: LiRA, higher = more likely a
-member, group by group, and a lower bound on epsilon from one score of each run. A shadow has the same canaries and Plan; its
-coins, sample and noise are drawn anew. Each is trained by ``train`` like any run, one after the other in this process.
+member, for each group, and a lower bound on epsilon from one score of each run. A shadow has the same canaries and Plan; its
+coins, sample and noise are drawn anew. ``train`` trains each like any run, one after the other in this process.
 
 Shape suffixes: K shadows, M candidates, R runs: the target and its shadows.
 """
@@ -51,7 +51,7 @@ MECHANISM = (
 )
 """Fields of a Plan that two runs of one recipe and mechanism share, besides the coefficients of banded noise."""
 SAME = 1e-5  # tolerance for equal coefficients: their search differs by about 1e-7 between processors
-VARIANCE_FLOOR = 1e-6  # nats squared: runs that differ by less than a thousandth of a nat do not differ
+VARIANCE_FLOOR = 1e-6  # nats squared: differences between runs below a thousandth of a nat are ignored
 LIFT_FLOOR = 1e-3  # standard deviations: minimum effect of training assumed for a candidate
 
 Coins = NDArray[np.bool_]
@@ -67,13 +67,13 @@ class ShadowScores:
 
 
 def may_train(run: Run) -> None:
-    """Makes sure that shadows of a run may be trained at all.
+    """Raises unless shadows of a run may be trained.
 
     Every shadow is another run on data.train that was not planned, and together they reveal more than the guarantee of one run
     covers, so the data must be public.
 
     Raises:
-        ConfigError: The run is not complete, lost steps, has labels as canaries, or the data are other ones by now.
+        ConfigError: The run is not complete, lost steps, has labels as canaries, or its data have changed since.
         Refused: The data are not declared public, or have a budget.
     """
     config, record, folder = run.config, run.record, run.directory
@@ -113,14 +113,14 @@ def may_train(run: Run) -> None:
 
 
 def train_shadows(run: Run, num_shadows: int, console: Console) -> tuple[Run, ...]:
-    """Trains what is missing of the first K shadows of a run; what is finished stays, what is not is started over.
+    """Trains the first K shadows of a run; finished shadows are kept, unfinished ones are trained from the start.
 
     Guarantee:
         The coins of each shadow are drawn by ``canaries.redraw_coins`` before it is trained. Nothing is booked in the ledger
         of the run: the shadows have one of their own.
 
     Raises:
-        ConfigError, Refused: See ``may_train``; or a shadow's Plan is not the run's.
+        ConfigError, Refused: See ``may_train``; or a shadow's Plan differs from the run's.
         DpllmError: A shadow was interrupted.
     """
     may_train(run)
@@ -160,14 +160,14 @@ def score_shadows(runs: Sequence[Run]) -> ShadowScores:
         assert config.data.format != "auto"  # training writes the format that it found
         models = loading.load_for_scoring(config, shadow.export_dir, device)
         table = attacks.whole_rows(score_canaries(models, plan, config.data.format, config.data))
-        log_probs.append(attacks.loss(table[: len(plan.canaries)]))  # candidates stand before references
+        log_probs.append(attacks.loss(table[: len(plan.canaries)]))  # candidates precede references
         coins.append([canary.inserted for canary in plan.canaries])
         ids = tuple(row.canary_id for row in table[: len(plan.canaries)])
     return ShadowScores(ids, np.array(coins, dtype=np.bool_), np.array(log_probs))
 
 
 def _recipe(run: Run, shadow: RunDir) -> RunConfig:
-    """The run's recipe, with the noise that its Plan found, without what is measured or saved on the way."""
+    """The run's recipe with the noise of its Plan, without evaluations, checkpoints, generated samples and telemetry."""
     changes: dict[str, Any] = {
         "data.eval": None,
         "data.eval_public": False,
@@ -186,12 +186,12 @@ def _recipe(run: Run, shadow: RunDir) -> RunConfig:
     if plan := run.plan:
         changes |= {"privacy.noise_multiplier": plan.noise_multiplier, "privacy.delta": plan.delta}
         if run.config.privacy.noise == "banded":
-            changes["privacy.bands"] = plan.bands  # which auto found, and need not find here
+            changes["privacy.bands"] = plan.bands  # as auto chose them for the run
     return run.config.changed(changes)
 
 
 def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
-    """Whether this very recipe was trained to its end with these canaries, and its files are those that it wrote."""
+    """Whether a shadow of exactly this recipe and these canaries is complete, and its files are unchanged."""
     with contextlib.suppress(DpllmError):
         opened = open_run(shadow)
         planned, trained = (
@@ -206,7 +206,7 @@ def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
 
 
 def _same_mechanism(ours: Plan | None, theirs: Plan | None, shadow: RunDir) -> None:
-    if ours is None or theirs is None:  # whose recipes are the same, so that neither has one
+    if ours is None or theirs is None:  # the recipes are the same, so neither run has a Plan
         return
     changed = [key for key in MECHANISM if getattr(ours, key) != getattr(theirs, key)]
     same_bands = len(ours.coefficients) == len(theirs.coefficients)
@@ -219,11 +219,11 @@ def _same_mechanism(ours: Plan | None, theirs: Plan | None, shadow: RunDir) -> N
         )
 
 
-# What they show. Scores do not depend on the target's coins, which only sort them afterwards.
+# Results. Scores do not depend on the target's coins, which only sort them afterwards.
 
 
 def shadow_scores(candidates: Sequence[CanaryScores], shadows: ShadowScores) -> dict[str, Floats]:
-    """LiRA on candidates of one group, which are repeated equally often, and the ratio, which needs no shadow.
+    """LiRA on the candidates of one group, all repeated equally often, and the ratio, which needs no shadow.
 
     Returns:
         Scores by name, shape (M,), higher = more likely a member.
@@ -235,9 +235,9 @@ def shadow_scores(candidates: Sequence[CanaryScores], shadows: ShadowScores) -> 
 
 
 def summarise_shadows(tokens: TokenTable, shadows: ShadowScores, *, delta: float, alpha: float) -> dict[str, Any]:
-    """What follows from shadows of the target whose table this is, JSON-ready.
+    """The report on the shadows of the target whose token table is given, JSON-ready.
 
-    Of each attack the held-out candidates are the negatives, for only they differ from the others by nothing but a coin.
+    The negatives of each attack are the held-out candidates, because only these differ from the inserted ones by a coin alone.
     """
     groups, tested = by_group(attacks.whole_rows(tokens)), {}
     for group, rows in groups.items():
@@ -257,28 +257,28 @@ def summarise_shadows(tokens: TokenTable, shadows: ShadowScores, *, delta: float
 def lira(target: ArrayLike, shadows: ArrayLike, coins: ArrayLike) -> Floats:
     """Gaussian log-likelihood ratio of in against out, score_M from target_M, shadows_KM and coins_KM (LiRA).
 
-    A candidate's score in a shadow is level + coin * lift + noise. Its lift is what its own shadows show, drawn towards
-    the mean lift of all candidates by as much as few shadows leave it uncertain (moment estimate of the lifts' variance);
-    the level is then the mean of what is left. A candidate without an in shadow, or without an out shadow, has the mean
-    lift. Where no shadow has any candidate in, or none out, no lift is known, and the score is the distance from the mean
-    in standard deviations.
+    A candidate's score in a shadow is modelled as level + coin * lift + noise. Its lift is estimated from its own shadows and
+    shrunk towards the mean lift of all candidates, the more the fewer shadows there are (moment estimate of the lifts'
+    variance); the level is then the mean of the remainder. A candidate without an in shadow, or without an out shadow, has the
+    mean lift. If no shadow has any candidate in, or none out, no lift is known, and the score is the distance from the
+    mean in standard deviations.
 
     Guarantee:
         A candidate's score rises with its target score: the direction is never learned. If some candidate has shadows of both
-        kinds, a constant added to one candidate's scores in target and shadows changes nothing.
+        kinds, adding a constant to one candidate's scores in target and shadows changes nothing.
 
     References:
-        Carlini et al. 2022, "Membership Inference Attacks From First Principles", which takes each candidate's own mean
-        in and out however few shadows there are; one variance for all is theirs too.
+        Carlini et al. 2022, "Membership Inference Attacks From First Principles", which uses each candidate's own in and
+        out means however few shadows there are; one variance for all is also theirs.
     """
     target_M, shadow_KM = np.asarray(target, dtype=np.float64), np.asarray(shadows, dtype=np.float64)
     in_KM = np.asarray(coins, dtype=np.bool_)
     ins_M, outs_M = in_KM.sum(0), (~in_KM).sum(0)
     mean_in_M, mean_out_M = _mean(shadow_KM, in_KM), _mean(shadow_KM, ~in_KM)
-    # One variance for all: divided by its own, which a handful of shadows hardly tells, a candidate would rank by chance.
+    # One variance for all: few shadows estimate a candidate's own so badly that dividing by it would rank by chance.
     square = float(((shadow_KM - np.where(in_KM, mean_in_M, mean_out_M)) ** 2).sum())
     freedom = int(np.maximum(ins_M - 1, 0).sum() + np.maximum(outs_M - 1, 0).sum())
-    # Without two shadows that agree on a candidate's coin the spread is unknown; it does not change the order.
+    # Unless two shadows agree on a candidate's coin the variance is unknown; it does not change the order.
     variance = max(square / freedom, VARIANCE_FLOOR) if freedom else 1.0
     if in_KM.all() or not in_KM.any():
         distance_M: Floats = (target_M - shadow_KM.mean(0)) / math.sqrt(variance)
@@ -289,12 +289,12 @@ def lira(target: ArrayLike, shadows: ArrayLike, coins: ArrayLike) -> Floats:
     error_M = variance * (1 / np.maximum(ins_M, 1) + 1 / np.maximum(outs_M, 1))
     if both_M.any():
         lift = float(found_M[both_M].mean())
-        # Lifts that are found vary as the true ones do, and by their errors: what the errors leave is what is true.
+        # The variance of estimated lifts is that of the true lifts plus that of the errors.
         true_variance = max(0.0, float(((found_M - lift) ** 2 - error_M)[both_M].mean()))
     else:
         lift, true_variance = float(shadow_KM[in_KM].mean() - shadow_KM[~in_KM].mean()), 0.0
     trust_M = np.where(both_M, true_variance / (true_variance + error_M), 0.0)
-    # Above 0 whatever the shadows say, so that the direction is never learned.
+    # Always above 0, so that the direction is never learned from the shadows.
     lift_M = np.maximum(lift + trust_M * (found_M - lift), LIFT_FLOOR * math.sqrt(variance))
     level_M = (shadow_KM - in_KM * lift_M).mean(0)
     ratio_M: Floats = lift_M * (target_M - level_M - lift_M / 2) / variance
@@ -302,7 +302,7 @@ def lira(target: ArrayLike, shadows: ArrayLike, coins: ArrayLike) -> Floats:
 
 
 def _mean(values_KM: Floats, counted_KM: Coins) -> Floats:
-    """Mean of the counted ones of each column; 0 where there are none."""
+    """Mean over the counted entries of each column; 0 if a column has none."""
     result: Floats = np.where(counted_KM, values_KM, 0.0).sum(0) / np.maximum(counted_KM.sum(0), 1)
     return result
 
@@ -310,7 +310,7 @@ def _mean(values_KM: Floats, counted_KM: Coins) -> Floats:
 def one_canary_bound(
     once: Sequence[CanaryScores], shadows: ShadowScores, *, delta: float, alpha: float
 ) -> dict[str, Any]:
-    """A lower bound on epsilon from the first candidate that is inserted once: one score of the target, one of each shadow.
+    """A lower bound on epsilon from the first candidate of group 1: one score of the target and one of each shadow.
 
     Guarantee:
         That of ``many_runs``: P[value > epsilon] <= alpha if every run draws its coins, sample and noise anew from one
@@ -328,7 +328,7 @@ def one_canary_bound(
     if min(having, lacking) < 2:
         return {**runs, "reason": "it takes two runs with the canary and two without"}
     bound = many_runs(score_R[coin_R], score_R[~coin_R], delta=delta, alpha=alpha)
-    # If the score told them apart without an error; of each kind the first, third, fifth ... chose the threshold.
+    # The bound if the score made no error; the first, third, fifth ... run of each kind chose the threshold.
     ceiling = epsilon_from_rates(Rates(having // 2, 0, 0, lacking // 2), delta=delta, alpha=alpha).value
     assumes = (
         "target and shadows are independent runs of one mechanism: same recipe and Plan, coins, sample and noise drawn anew; "

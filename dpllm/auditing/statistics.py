@@ -1,9 +1,9 @@
-"""Statistics: how well scores, or words alone, separate two sides, with intervals.
+"""Statistics: how well scores, or words alone, separate members from non-members, with intervals.
 
-Comes in: scores; or the texts of both sides. Goes out: areas under the curve, true positive rates, exposure and tests, each with
-its uncertainty. A higher score means "more likely a member"; that direction is decided in advance and never turned round. Where
-words alone tell the two sides apart, they are of different kinds, and whatever a model's scores separate is not membership. Knows
-no model.
+Comes in: scores, or the texts of both sides. Goes out: areas under the curve, true positive rates, exposure and tests, each with
+its uncertainty. A higher score means "more likely a member"; this direction is fixed in advance and never reversed. If words
+alone separate the two sides, the sides differ in kind, and a separation by a model's scores does not show membership. Must not
+know models.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Estimate:
 
 
 def estimate_fields(name: str, estimate: Estimate | None) -> dict[str, Any]:
-    """An estimate as reports have it; None where there was nothing to estimate from."""
+    """An estimate as two fields of a report; None where nothing could be estimated."""
     interval = [estimate.low, estimate.high] if estimate else None
     return {name: estimate.value if estimate else None, f"{name}_interval": interval}
 
@@ -49,7 +49,7 @@ def estimate_fields(name: str, estimate: Estimate | None) -> dict[str, Any]:
 def exposure(scores: ArrayLike, reference_scores: ArrayLike) -> Floats:
     """Exposure in bits: log2 Q - log2 of the rank among Q references, from log2(Q / (Q + 1)) to log2 Q.
 
-    A canary that ties with a reference is ranked behind it, so ties never look like memorisation.
+    A canary that ties with a reference is ranked after it, so ties never look like memorisation.
 
     Args:
         scores: Shape (P,), higher = likelier.
@@ -77,7 +77,7 @@ def rank_sum_p_value(scores: ArrayLike, other_scores: ArrayLike) -> float | None
     """One-sided Mann-Whitney test that ``scores`` are higher; None where a side is empty.
 
     Guarantee:
-        Uniform (or conservative) on [0, 1] if all the scores are exchangeable, as they are where nothing was learned.
+        Uniform (or conservative) on [0, 1] if all the scores are exchangeable, as they are if nothing was learned.
     """
     first, second = np.asarray(scores, dtype=np.float64), np.asarray(other_scores, dtype=np.float64)
     if not len(first) or not len(second):
@@ -90,22 +90,22 @@ def rank_sum_p_value(scores: ArrayLike, other_scores: ArrayLike) -> float | None
 def auc(positives: ArrayLike, negatives: ArrayLike, confidence: float = 0.95) -> Estimate | None:
     """Area under the ROC curve: P[member above non-member] + P[tie] / 2, with an interval; None where a side is empty.
 
-    The interval is the union of two. DeLong's has the variance of the sample, with Student's quantile for its degrees of
-    freedom, on the logit scale so that it stays inside [0, 1]; a dozen scores of which each beats nearly all others show
-    too little variance. Newcombe's asks instead which areas a curve of the usual shape, with the variance of that area,
-    could have; it does not see that one side may vary more than the other. Where the sample shows no variance (perfect
-    separation, all equal, one score on a side) a distribution-free interval over min(P, N) disjoint pairs is given: exact
-    at 0 and 1, Hoeffding's elsewhere.
+    The interval is the union of two. DeLong's uses the variance of the sample, with Student's quantile for its degrees of
+    freedom, on the logit scale so that it stays inside [0, 1]; a dozen scores that each beat nearly all others show too
+    little variance. Newcombe's instead contains the areas that a curve of the usual shape, with the variance of that area,
+    could have; it ignores that one side may vary more than the other. If the sample shows no variance (perfect separation,
+    all scores equal, one score on a side), the interval is distribution-free, over min(P, N) disjoint pairs: exact at 0
+    and 1, Hoeffding's elsewhere.
 
     Guarantee:
-        None by a theorem. In simulations of 95% intervals for independent Gaussian scores, one side varying half as much
-        to twice as much as the other, it covers in 94% or more: 12 against 508, 50 against 50, 97 against 603, for areas
+        None by a theorem. In simulations with independent Gaussian scores, where one side varies half as much to twice as
+        much as the other, a 95% interval covers in 94% or more: 12 against 508, 50 against 50, 97 against 603, for areas
         from .5 to .99.
 
     Args:
         positives: Shape (P,).
         negatives: Shape (N,).
-        confidence: Of the two-sided interval.
+        confidence: Confidence of the two-sided interval, in (0, 1).
 
     References:
         DeLong, DeLong and Clarke-Pearson 1988; Sun and Xu 2014 for midranks in O(n log n); Brunner and Munzel 2000 for the
@@ -128,7 +128,7 @@ def auc(positives: ArrayLike, negatives: ArrayLike, confidence: float = 0.95) ->
     quantile = float(special.stdtrit(freedom, 1 - miss / 2))
     low, high = logit_interval(value, quantile * math.sqrt(variance))
     lowest, highest = _areas(value, num_p, num_n, float(special.ndtri(1 - miss / 2)))
-    return Estimate(value, min(low, lowest), max(high, highest))  # each fails where the other one holds, see above
+    return Estimate(value, min(low, lowest), max(high, highest))  # each covers where the other fails, see above
 
 
 def placements(positive_P: Floats, negative_N: Floats) -> tuple[Floats, Floats]:
@@ -141,14 +141,14 @@ def placements(positive_P: Floats, negative_N: Floats) -> tuple[Floats, Floats]:
 
 
 def logit_interval(value: float, reach: float) -> tuple[float, float]:
-    """The interval of a share that reaches so far on either side of it, taken on the logit scale."""
+    """The interval of a share that extends by ``reach`` on either side, mapped to the logit scale."""
     width = reach / (value * (1 - value))
     low, high = special.expit(special.logit(value) + np.array([-width, width]))
     return float(low), float(high)
 
 
 def hoeffding(pairs: int, miss: float) -> float:
-    """How far the mean of so many independent numbers in [0, 1] strays, but for the share ``miss`` of the time."""
+    """Hoeffding's bound: the mean of ``pairs`` independent numbers in [0, 1] deviates by more with probability <= ``miss``."""
     return math.sqrt(math.log(2 / miss) / (2 * pairs))
 
 
@@ -160,40 +160,40 @@ def tpr_at_fpr(
 ) -> Estimate | None:
     """True positive rate at the threshold that lets at most floor(fpr N) negatives pass.
 
-    Scores that tie with the threshold do not pass. The interval is about the rate at the threshold that lets a share
-    ``fpr`` of all possible negatives pass, of which the negatives at hand are a sample: two of their order statistics hold
-    that threshold between them, and Clopper and Pearson's limit is taken at each. With few negatives (at 95%, fewer than
-    396 at 1% and 3,975 at 0.1%) it may lie above them all, and the lower limit is 0.
+    Scores that tie with the threshold do not pass. The interval is for the rate at the threshold that lets a share ``fpr``
+    of all possible negatives pass, of which the given negatives are a sample: two of their order statistics bracket that
+    threshold, and Clopper and Pearson's limit is taken at each. With few negatives (at 95%, fewer than 396 at 1% and 3,975
+    at 0.1%) the threshold may lie above them all, and the lower limit is 0.
 
     Guarantee:
         The interval covers with probability ``confidence`` or more, whatever the two distributions are, ties and jumps
         included, if the negatives are independent draws from one and the positives from the other. It is a union bound: for
-        Gaussian scores some 1.1 to 1.6 times as wide as a normal approximation that knows the curve.
+        Gaussian scores about 1.1 to 1.6 times as wide as a normal approximation that knows the curve.
 
     Args:
         positives: Shape (P,).
         negatives: Shape (N,).
         fpr: In (0, 1).
-        confidence: Of the two-sided interval.
+        confidence: Confidence of the two-sided interval, in (0, 1).
 
     Returns:
-        None without positives, or where not one negative stands for the rate: below 100 at 1 %, 1,000 at 0.1 %.
+        None without positives, or with fewer than 1 / fpr negatives: below 100 at 1 %, 1,000 at 0.1 %.
 
     References:
         Clopper and Pearson 1934; David and Nagaraja 2003, "Order Statistics", section 7.1, for quantiles between order
-        statistics; the union of the two is ours to pay.
+        statistics; combining the two by a union bound is ours.
     """
     positive_P, negative_N = np.asarray(positives, dtype=np.float64), np.sort(np.asarray(negatives, dtype=np.float64))
     num_p, num_n = len(positive_P), len(negative_N)
     if num_n < math.ceil(1 / fpr - 1e-9) or not num_p:
         return None
-    # Of a threshold that lets k negatives pass: k = -1 stands for one above all scores, k = N for one below them.
+    # thresholds[N - k] lets k negatives pass: k = -1 is a threshold above all scores, k = N one below them all.
     thresholds = np.concatenate(([-np.inf], negative_N, [np.inf]))
 
     def caught(passing: int) -> int:
         return int((positive_P > thresholds[num_n - passing]).sum())
 
-    # The threshold is estimated too, and takes its part of the error.
+    # The threshold is an estimate too and uses part of the error probability.
     min_rank, max_rank, miss_low, miss_high = _threshold_ranks(num_n, fpr, 1 - confidence)
     low = 1 - float(upper_limit(num_p - caught(min_rank), caught(min_rank), miss_low))
     high = float(upper_limit(caught(max_rank), num_p - caught(max_rank), miss_high))
@@ -201,7 +201,7 @@ def tpr_at_fpr(
 
 
 def upper_limit(events: ArrayLike, non_events: ArrayLike, alpha: float) -> Floats:
-    """The largest rates that are not refuted at level alpha by so few events among events and others.
+    """Upper confidence limits, at level 1 - alpha, of the rates of events, from counts of events and non-events.
 
     References:
         Clopper and Pearson 1934.
@@ -212,7 +212,7 @@ def upper_limit(events: ArrayLike, non_events: ArrayLike, alpha: float) -> Float
 
 
 def fit_slope(x: Floats, y: Floats) -> float:
-    """The least-squares slope of ``after`` on ``before``, both of one shape; 1 where ``before`` does not vary."""
+    """The least-squares slope of ``y`` on ``x``, both of one shape; 1 if ``x`` does not vary."""
     spread = float(((x - x.mean()) ** 2).sum()) if len(x) else 0.0
     if spread <= 1e-12 * max(1, len(x)):
         return 1.0
@@ -220,11 +220,11 @@ def fit_slope(x: Floats, y: Floats) -> float:
 
 
 def _areas(value: float, num_p: int, num_n: int, quantile: float) -> tuple[float, float]:
-    """The smallest and largest areas from which ``value`` is not further than so many of their standard deviations."""
+    """The smallest and largest areas whose distance from ``value`` is at most ``quantile`` of their standard deviations."""
     half = (num_p + num_n) / 2 - 1
 
     def gap(area: float) -> float:
-        # Of exponentially distributed scores, after Hanley and McNeil; Newcombe gives both sides their mean size.
+        # The variance for exponential scores, after Hanley and McNeil; Newcombe replaces both sizes by their mean.
         shape = 1 + half * ((1 - area) / (2 - area) + area / (1 + area))
         return (area - value) ** 2 - quantile**2 * area * (1 - area) * shape / (num_p * num_n)
 
@@ -232,12 +232,12 @@ def _areas(value: float, num_p: int, num_n: int, quantile: float) -> tuple[float
 
 
 def _threshold_ranks(num_n: int, fpr: float, miss: float) -> tuple[int, int, float, float]:
-    """Numbers of passing negatives whose thresholds hold the true one between them, and what is left of ``miss`` for each.
+    """Numbers of passing negatives whose thresholds bracket the true one, and what remains of ``miss`` for each limit.
 
-    So many negatives or fewer lie at or above the true threshold, or so many and one more lie above it, with a probability
-    that is taken from ``miss``.
+    The probability that ``min_rank`` negatives or fewer lie at or above the true threshold, or that more than ``max_rank``
+    lie above it, is subtracted from ``miss``.
     """
-    # Most of it, because the limits of the rate depend on what they are left with by its logarithm only.
+    # A large share, because the limits of the rate depend only on the logarithm of what remains for them.
     share, side_miss, count_N = 0.75, miss / 2, np.arange(num_n + 1)
     at_most, above = special.bdtr(count_N, num_n, fpr), special.bdtrc(count_N, num_n, fpr)
     min_rank = int((at_most <= share * side_miss).sum()) - 1
@@ -250,7 +250,7 @@ def _threshold_ranks(num_n: int, fpr: float, miss: float) -> tuple[int, int, flo
 
 def _pairs_interval(value: float, pairs: int, miss: float) -> tuple[float, float]:
     """Interval for an AUC that needs no variance, from the number of disjoint (member, non-member) pairs."""
-    # All pairs in the same order has probability at most AUC^pairs (or (1 - AUC)^pairs).
+    # That all pairs have the same order has probability at most AUC^pairs (or (1 - AUC)^pairs).
     reach = 1 - (miss / 2) ** (1 / pairs) if value in (0.0, 1.0) else hoeffding(pairs, miss)
     return max(0.0, value - reach), min(1.0, value + reach)
 
@@ -259,29 +259,29 @@ def _pairs_interval(value: float, pairs: int, miss: float) -> tuple[float, float
 
 FOLDS = 5
 FEWEST_TEXTS = 20
-"""On each side; with fewer, a fold holds too few to compare."""
-# The folds learn from one another's rows, so their AUCs are correlated, and the variance of their mean is larger than that of
-# as many independent ones by (1/K + test/training) / (1/K): Nadeau and Bengio's correction. In simulations without any
+"""Minimum texts of each side; with fewer, a fold holds too few to compare."""
+# The classifiers share training rows, so the AUCs of the folds are correlated, and the variance of their mean exceeds that of
+# K independent ones by the factor (1/K + test/training) / (1/K): Nadeau and Bengio's correction. In simulations without any
 # difference the mean varies 1.6 to 2.0 times as much as without correlation.
 _INFLATION = 1 + FOLDS / (FOLDS - 1)
-_WORD = re.compile(r"\w+|[^\w ]|  +")  # words, each other sign, line breaks, and more than one space
+_WORD = re.compile(r"\w+|[^\w ]|  +")  # words, any other single sign, line breaks, and runs of two or more spaces
 
 
 def blind(texts_in: Sequence[str], texts_out: Sequence[str], confidence: float = 0.95) -> Estimate | None:
-    """Cross-validated naive Bayes over which words a text has, how long it is, and how it begins and ends.
+    """AUC of a cross-validated naive Bayes classifier over a text's words, its length, its first and its last word.
 
-    The area is that of the first side above the second, each text scored by a classifier that was trained without its fold.
-    Folds are stratified and drawn with a fixed seed; areas are taken within each and averaged, because scores of different
-    classifiers have no common scale. None with fewer than 20 texts on a side.
+    The area is that of the first side above the second; each text is scored by a classifier that was trained without its
+    fold. Folds are stratified and drawn with a fixed seed. An area is computed within each fold and averaged, because the
+    scores of different classifiers have no common scale. None with fewer than 20 texts on a side.
 
     Guarantee:
         Where all texts are exchangeable, the area is ``above_half`` with probability about (1 - confidence) / 2 or less. This is
-        shown by simulation and not by a theorem: see the tests.
+        shown by simulation, not by a theorem: see the tests.
 
     Args:
         texts_in: One text for each privacy unit.
         texts_out: Likewise.
-        confidence: Of the interval.
+        confidence: Confidence of the interval, in (0, 1).
 
     References:
         Das, Zhang and Tramer 2024, "Blind baselines beat membership inference attacks for foundation models"; Nadeau and
@@ -308,7 +308,7 @@ def blind(texts_in: Sequence[str], texts_out: Sequence[str], confidence: float =
 
 
 def _features(text: str) -> set[str]:
-    """Which words and signs a text has, and as longer names, which no word can be, its length and its two ends."""
+    """The words and signs of a text; also its length, first and last word, under names with a space, which no word contains."""
     tokens = _WORD.findall(text)
     ends = (f"first {tokens[0]}", f"last {tokens[-1]}") if tokens else ("empty text",)
     return {*tokens, *ends, f"length {round(4 * math.log2(1 + len(text)))}"}
@@ -323,10 +323,10 @@ def _presence(texts: Sequence[str]) -> sparse.csr_array:
 
 
 def _weights(present_DW: sparse.csr_array, in_D: NDArray[np.bool_], out_D: NDArray[np.bool_]) -> Floats:
-    """Logarithm of how much more often the first side has each word.
+    """Log-ratio of each word's frequency on the first side to that on the second.
 
-    One text that is spread over both sides smooths, so that a word that was never seen weighs nothing, however many texts
-    each side has.
+    1 / (number of training texts) is added to both frequencies, so a word that was never seen has weight 0, however many
+    texts each side has.
     """
     smoothing = 1 / (in_D.sum() + out_D.sum())
     often_in_W = in_D.astype(np.float64) @ present_DW / in_D.sum()
@@ -336,7 +336,7 @@ def _weights(present_DW: sparse.csr_array, in_D: NDArray[np.bool_], out_D: NDArr
 
 
 def words_control(canaries: Sequence[Canary]) -> dict[str, Any] | None:
-    """AUC, its interval at ``CONTROL_LEVEL``, and whether it ``succeeds``; None: too few canaries of a side."""
+    """AUC of ``blind`` on the canaries, its interval at ``CONTROL_LEVEL``, and ``succeeds``; None: too few of a side."""
     sides = [[canary.text for canary in canaries if canary.inserted is coin] for coin in (True, False)]
     separates = blind(sides[0], sides[1], confidence=1 - CONTROL_LEVEL)
     if separates is None:

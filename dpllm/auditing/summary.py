@@ -28,7 +28,7 @@ from dpllm.statement.audit_bounds import Claim, GradientAudit, GroupClaim, OneRu
 
 CONFIDENCE = 0.95
 PRIMARY_ATTACK = "calibrated"
-"""The score behind the lower bound, fixed here so that nobody can choose the best of several afterwards."""
+"""The score that the lower bound uses, fixed here so that nobody can choose the best of several afterwards."""
 DELTA_WITHOUT_CLAIM = 1e-5
 Json = dict[str, Any]
 
@@ -40,8 +40,8 @@ class AuditContext:
     Attributes:
         limits: Limits of the whole mechanism on any attack on one unit, see ``Claim.limits``; None: unknown.
         words: Result of the classifier that sees only words and no model; its ``succeeds`` decides.
-        twin: Where else the attack was seen to work, in words; empty: it was tried there and did not work.
-        own_references: There are no references, and a group's own canaries whose coins say out, or the other answer, stand in.
+        twin: On which other run the attack worked, in words; empty: it was tried there and did not work; None: not tried.
+        own_references: There are no references; a group's held-out canaries, or those that prefer the other answer, replace them.
         gradient: Table of the gradient canaries; None: there were none.
     """
 
@@ -54,7 +54,7 @@ class AuditContext:
 
 @dataclass(frozen=True)
 class _Scored:
-    """The sorted tables with the sums that the scores use, and the scoring."""
+    """The score table by group, and the scoring."""
 
     groups: Mapping[int, Sequence[CanaryScores]]
     """Candidates by repetitions, with their coins."""
@@ -157,7 +157,7 @@ def _method(scoring: attacks.Scoring) -> str:
 def _controls(
     scored: _Scored, attacked: Mapping[int, Json], context: AuditContext, settings: AuditSettings
 ) -> tuple[Controls, list[str]]:
-    """The base model on the same split and the group where the attack is seen best; the canaries it was tried on."""
+    """The controls: base model, words, and where the attack worked best; and the canaries that it was tried on."""
     level = settings.control_level
     rows = [row for group_scores in scored.groups.values() for row in group_scores]
     sides = attacks.base_loss(attacks.members(rows)), attacks.base_loss(attacks.held_out(rows))
@@ -184,7 +184,7 @@ def _controls(
 
 
 def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) -> Json:
-    """Each attack on one group; held-out candidates and references are the negatives."""
+    """The result of each attack on one group, with held-out candidates and references as negatives."""
     inside, outside = attacks.members(scored.groups[group]), scored.negatives(group)
     control = statistics.auc(attacks.base_loss(inside), attacks.base_loss(outside), CONFIDENCE)
     scores = {PRIMARY_ATTACK: (scored.calibrated(inside), scored.calibrated(outside))}
@@ -204,7 +204,7 @@ def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) ->
 
 
 def separation(positives: Floats, negatives: Floats) -> Json:
-    """How well a score separates: AUC and true positive rates with intervals; None where there are too few of a side."""
+    """How well a score separates: AUC and true positive rates with intervals; None if a side has too few scores."""
     values = estimate_fields("auc", statistics.auc(positives, negatives, CONFIDENCE))
     for fpr, name in ((0.01, "1_percent"), (0.001, "0.1_percent")):
         rate = statistics.tpr_at_fpr(positives, negatives, fpr, CONFIDENCE)
@@ -215,7 +215,7 @@ def separation(positives: Floats, negatives: Floats) -> Json:
 def _exposure(rows: Sequence[CanaryScores], references: Sequence[CanaryScores] | None) -> Json:
     """Exposure of one group in bits, ranked by the tuned model's log-probability among the references.
 
-    Where there are none, its own left-out rows stand in, which are then not ranked among themselves.
+    Without references the group's own held-out rows replace them, and are then not ranked among themselves.
     """
     inside, outside = attacks.members(rows), attacks.held_out(rows)
     if not references:
@@ -240,19 +240,19 @@ def _mean(values: Floats) -> float | None:
     return float(values.mean()) if len(values) else None
 
 
-# The verdict: what tests, claim and controls together allow anybody to say.
+# The verdict: what follows from tests, claim and controls together.
 
 
 def group_test(claim: GroupClaim, bound: OneRunBound) -> GroupTest:
-    """The one-run test of a group against the claim that it is under; refutes a true one with probability <= ``bound.alpha``."""
+    """Tests a group's bound against the claim for that group; refutes a true claim with probability <= ``bound.alpha``."""
     return GroupTest.pick(bound.to_json(), refuted=bound.value > claim.epsilon)
 
 
 def levels(sizes: Mapping[int, int], claim: Claim, alpha: float) -> dict[int, float]:
-    """How alpha is divided among the groups that are tested.
+    """The alpha of each group that is tested, by its repetitions.
 
-    Alike among the one that speaks of single units and those repeated ones that could refute their weaker claim. It
-    needs sizes (repetitions -> candidates), claim and alpha only, so it was fixed before the coins.
+    Alpha is divided equally among group 1, which tests the claim for single units, and the repeated groups that could refute
+    their weaker claims. This needs only sizes (repetitions -> candidates), claim and alpha, so it was fixed before the coins.
     """
     tested = [1]
     for group in sorted(size for size in sizes if size > 1):
@@ -272,7 +272,7 @@ def judge(
     *,
     tried: Sequence[str] = (),
 ) -> tuple[str, str]:
-    """What the tests say about the claim: falsified, inconclusive, consistent or no_claim, with the reason.
+    """The verdict on the claim, with its reason: falsified, inconclusive, consistent or no_claim.
 
     Guarantee:
         A true claim is called falsified with probability at most the sum of the tests' alphas, which ``levels`` makes
@@ -280,12 +280,12 @@ def judge(
 
     Args:
         claim: None for a run that makes none.
-        bound: Of the once-inserted candidates, of which ``num_inserted`` were inserted by their coins.
+        bound: From the once-inserted candidates, of which ``num_inserted`` were inserted by their coins.
         repeated: The tests of the other groups.
         num_inserted: See ``bound``.
-        controls: Of this audit.
-        gradient: What gradient canaries show; None: there were none.
-        tried: Which canaries the attack was tried on.
+        controls: Controls of this audit.
+        gradient: Result of the gradient canaries; None: there were none.
+        tried: The canaries that the attack was tried on, in words.
     """
     evidence = f"lower bound {bound.value:.3g} at confidence {1 - bound.alpha:.4g}"
     if claim is None:
@@ -293,7 +293,7 @@ def judge(
     claimed = f"the claimed epsilon {claim.epsilon:.3g} (delta {claim.delta:g}, unit {claim.unit})"
     if wrong := _contradiction(gradient, claim.epsilon):
         return "falsified", f"{wrong}, so {claimed} does not hold."
-    # Coins that the words or the base model give away were no coins, and without coins there is no theorem.
+    # If words or the base model reveal the coins, they were not independent fair coins, and the theorem does not apply.
     if failed := _failed(controls):
         return "inconclusive", f"The {evidence}, and the audit cannot be trusted: {failed}."
     if gradient is not None and not bound.num_canaries:
@@ -335,7 +335,7 @@ def _by_gradient(gradient: GradientAudit, controls: Controls, epsilon: float, cl
 
 
 def _too_weak(bound: OneRunBound, num_inserted: int, epsilon: float, claimed: str) -> str:
-    """Why so few canaries could not have refuted the claim; empty: they could."""
+    """Why the once-inserted canaries could not have refuted the claim; empty: they could."""
     if not 0 < num_inserted < bound.num_canaries:
         return (
             f"Of {bound.num_canaries} once-inserted candidates {num_inserted} were inserted, so {claimed} was not "

@@ -1,7 +1,7 @@
-"""Score tables: what two models say about every trained token, every secret and every row, and no token or text.
+"""Score tables: the scores of two models for every trained token, every secret and every row, without any token or text.
 
 Comes in: scores, or the folder of an audit. Goes out: a parquet file with one row for each token, and one row for each
-candidate and reference. Torch is not imported, so that anyone can recompute a published audit from the files.
+candidate and reference. Must not import torch, so that anyone can recompute a published audit from the files.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ TOP_K = 40
 """How many of the likeliest tokens the usual sampling keeps."""
 
 
-@dataclass(frozen=True, eq=False)  # the same object is the same table: arrays have no one answer to ==
+@dataclass(frozen=True, eq=False)  # compared by identity: == of arrays is not a single bool
 class TokenTable:
     """Scored tokens of S sequences; every sequence has at least one.
 
     Attributes:
-        canary_ids: Of each sequence. Of a preference pair the chosen answer has the canary's name; see ``REJECTED``.
-        zlib_bytes_S: Length of the text that was scored, compressed by zlib.
-        sequence_N: Which sequence a token is of: 0 to S - 1, in rising order.
-        tuned_log_prob_N: log p(token | before), in nats, by the tuned model; ``base_...`` by the base model.
+        canary_ids: Id of each sequence. The chosen answer of a preference pair has the canary's id; see ``REJECTED``.
+        zlib_bytes_S: Length in bytes of the scored text, compressed by zlib.
+        sequence_N: The sequence that a token belongs to: 0 to S - 1, in rising order.
+        tuned_log_prob_N: log p(token | tokens before it), in nats, by the tuned model; ``base_...`` by the base model.
         tuned_mean_N: Mean of log p over the vocabulary, each token weighted by its p.
         tuned_variance_N: Variance of log p under p, >= 0.
         tuned_argmax_N: Whether greedy decoding would have chosen the token.
-        tuned_top_k_log_prob_N: Its log-probability, in nats, where only the ``TOP_K`` likeliest tokens may be sampled, at
-            temperature 1; -inf where it is none of them.
-        groups: Of canaries: how often each is repeated, 0 for a reference.
-        coins: Of canaries: what the coin said, None for a reference.
-        secret_N: Of canaries: whether a token is of the secret.
-        word_N: Of canaries: a number that stands for the token, the same wherever it stands, from 0.
+        tuned_top_k_log_prob_N: The token's log-probability, in nats, if only the ``TOP_K`` likeliest tokens may be sampled,
+            at temperature 1; -inf if it is not one of them.
+        groups: For canaries: how often each is repeated, 0 for a reference.
+        coins: For canaries: the coin, None for a reference.
+        secret_N: For canaries: whether a token belongs to the secret.
+        word_N: For canaries: a number from 0 that replaces the token's id; equal tokens have equal numbers.
     """
 
     canary_ids: tuple[str, ...]
@@ -64,7 +64,7 @@ class TokenTable:
     word_N: NDArray[np.int64] | None = None
 
     def secrets(self) -> TokenTable:
-        """The same of the secrets' tokens alone."""
+        """The same table with only the tokens of the secrets."""
         assert self.secret_N is not None
         names = [field.name for field in fields(self) if field.name.endswith("_N")]
         columns = {name: getattr(self, name)[self.secret_N] for name in names}
@@ -75,30 +75,30 @@ class TokenTable:
         return np.searchsorted(self.sequence_N, np.arange(len(self.canary_ids))).astype(np.int64)
 
     def lengths(self) -> NDArray[np.int64]:
-        """Shape (S,): tokens of each sequence."""
+        """Shape (S,): number of tokens of each sequence."""
         return np.diff(np.append(self.starts(), len(self.sequence_N)))
 
     def sums(self, values_N: NDArray[Any]) -> NDArray[np.float64]:
-        """Shape (S,): the sum of each sequence."""
+        """Shape (S,): the sum of the values over each sequence."""
         return np.bincount(self.sequence_N, weights=values_N, minlength=len(self.canary_ids)).astype(np.float64)
 
     @property
     def answers(self) -> int:
-        """Sequences of each canary: 2 of a preference pair."""
+        """Sequences of each canary: 2 for a preference pair, else 1."""
         return 1 + any(name.endswith(REJECTED) for name in self.canary_ids)
 
     def by_canary(self, values_S: NDArray[np.float64]) -> dict[str, float]:
-        """The value of each canary; of a pair, that of its chosen answer less that of its rejected one."""
+        """The value of each canary; for a pair, the chosen answer's value minus the rejected one's."""
         sums = dict(zip(self.canary_ids, values_S.tolist(), strict=True))
         return {name: value - sums.get(name + REJECTED, 0.0) for name, value in sums.items() if name[-1:] != REJECTED}
 
 
 @dataclass(frozen=True)
 class CanaryScores:
-    """What two models say about one secret, or about its whole row. Log-probabilities are sums over its tokens, in nats.
+    """Scores of one secret, or of its whole row, by two models. Log-probabilities are sums over its tokens, in nats.
 
-    Of a preference pair they are the chosen answer's less the rejected one's, so that tuned less base is the margin of its
-    implicit rewards over beta.
+    For a preference pair they are the chosen answer's minus the rejected one's, so tuned minus base is the margin of its
+    implicit rewards divided by beta.
     """
 
     canary_id: str
@@ -109,11 +109,11 @@ class CanaryScores:
     tuned_log_prob: float
     base_log_prob: float
     tuned_greedy: bool
-    """Greedy decoding of the tuned model after the carrier gives the secret."""
+    """Whether greedy decoding of the tuned model after the carrier yields the secret."""
     base_greedy: bool
     """The same for the base model, which never saw it: the control."""
     tuned_left: float
-    """Of a whole row what is left of its log-probability, see ``attacks.unexplained``, in nats; of a secret all."""
+    """For a whole row, the part of its log-probability, in nats, that ``attacks.unexplained`` leaves; for a secret, all."""
     base_left: float
 
 
@@ -121,7 +121,7 @@ _TOKEN_COLUMNS = tuple(field.name for field in fields(TokenTable) if field.name.
 
 
 def by_group(table: Iterable[CanaryScores]) -> dict[int, list[CanaryScores]]:
-    """The rows of each group, smallest number of repetitions first; 0 holds the references."""
+    """The rows of each group, in rising order of repetitions; group 0 holds the references."""
     groups: dict[int, list[CanaryScores]] = {}
     for row in sorted(table, key=lambda row: (row.group, row.canary_id)):
         groups.setdefault(row.group, []).append(row)
@@ -129,10 +129,10 @@ def by_group(table: Iterable[CanaryScores]) -> dict[int, list[CanaryScores]]:
 
 
 def sum_up(tokens: TokenTable) -> tuple[CanaryScores, ...]:
-    """The score table that a token table of canaries adds up to, one row for each canary in the same order.
+    """Sums a token table of canaries to a score table, with one row for each canary in the same order.
 
     Raises:
-        ConfigError: Half a pair, or two answers of different canaries.
+        ConfigError: An answer of a pair is missing, or its two answers have different groups or coins.
     """
     secrets = tokens.secrets()
     about = dict(zip(tokens.canary_ids, zip(tokens.groups, tokens.coins, strict=True), strict=True))
@@ -179,7 +179,7 @@ def write_tokens(table: TokenTable, path: Path) -> None:
         "word": table.word_N,
     }
     content, written = io.BytesIO(), pyarrow.table(columns)
-    # Log-probabilities are float32 in float64: split into bytes, half of them are zeros.
+    # Log-probabilities are float32 values in float64, so half of the split byte streams are zeros.
     floats = {field.name: "BYTE_STREAM_SPLIT" for field in written.schema if field.type == pyarrow.float64()}
     compressed = [name for name in written.column_names if name not in floats]
     parquet.write_table(written, content, compression="zstd", use_dictionary=compressed, column_encoding=floats)
@@ -211,7 +211,7 @@ def read_tokens(path: Path) -> TokenTable:
         values["coins"] = tuple(first["inserted"].cast(pyarrow.bool_()).to_pylist())
         values["secret_N"] = _one_run(read["secret"].cast(pyarrow.bool_()).to_numpy(), first_N)
         values["word_N"] = read["word"].cast(pyarrow.int64()).to_numpy()
-        if not np.isin(values["word_N"], np.arange(len(first_N))).all():  # a gap among them
+        if not np.isin(values["word_N"], np.arange(len(first_N))).all():  # a null among them
             raise ValueError("a number for a token that is none")
         return TokenTable(ids, read["zlib_bytes"].to_numpy()[first_N], np.cumsum(first_N) - 1, **values)
     except FileNotFoundError:
@@ -221,8 +221,8 @@ def read_tokens(path: Path) -> TokenTable:
 
 
 def _one_run(secret_N: NDArray[Any], first_N: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The flags of secrets, each of which is one run of tokens of its sequence."""
-    if secret_N.dtype != np.bool_:  # with gaps
+    """Checks that the secret of each sequence is one contiguous run of its tokens, and returns the flags."""
+    if secret_N.dtype != np.bool_:  # there are nulls
         raise ValueError("a token that is neither of the secret nor of the rest")
     begins_N = secret_N & (first_N | ~np.append(False, secret_N[:-1]))
     if (np.add.reduceat(begins_N.astype(np.int64), np.flatnonzero(first_N)) != 1).any():

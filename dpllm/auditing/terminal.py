@@ -1,7 +1,7 @@
-"""An audit for a person at a terminal.
+"""An audit report for the terminal.
 
-Comes in: the report. Goes out: the rows that its card shows too, and below them what stays in audit.json. Computes nothing but
-sums.
+Comes in: the report. Goes out: the rows that its card shows too, followed by findings that only audit.json holds. Must not
+compute anything but sums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Json = Mapping[str, Any]
 
 
 def table(report: Summary) -> Group:
-    """A report for the terminal, readable at 80 columns: the verdict, one row for each finding, attacks and secrets."""
+    """The report, readable at 80 columns: the verdict, one row for each finding, the attacks and the secrets."""
     claim, gradient, groups = report.claim, report.gradient, report.by_group()
     claimed = f", beside ε = {bound(claim.epsilon)} claimed" if claim else ""
     rows = audit_rows.findings(
@@ -121,7 +121,7 @@ def _attempts(value: float | None) -> str:
 
 
 def members_table(report: Json) -> Table:
-    """Membership of real rows."""
+    """The report of ``audit_members``: membership inference on real rows."""
     result = Table(
         *("score", "AUC", "caught at 1 % false alarms"),
         title=f"Members and others: {report['word']}",

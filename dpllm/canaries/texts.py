@@ -1,9 +1,9 @@
-"""One canary: what it says, the row that it makes, that row as tokens, and which secrets a tokenizer reads back.
+"""One canary: its text, its training row, the tokens of that row, and which secrets survive a tokenizer unchanged.
 
-Comes in: carriers and secrets, a recipe and its tokenizer; the base model is loaded when it is first asked what it expects. Goes
-out: rows, tokens, masks of secrets, log-probabilities. Must never see data, and imports torch only with the model.
+Comes in: carriers and secrets, a recipe and its tokenizer; the base model is loaded only when its predictions are needed. Goes
+out: rows, tokens, masks of secrets, log-probabilities. Must not see data, and imports torch only with the model.
 
-Shape suffixes: B rows of a batch, one of them, T tokens, V vocabulary.
+Shape suffixes: B rows of a batch (always 1), T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 COMPLETION = "Thank you, noted."
-"""What a row learns whose secret stands in the prompt; public."""
+"""The public completion of a row whose secret stands in the prompt."""
 REJECTED = "-"
-"""Ends the name of a pair's rejected answer, where answers are canaries of their own."""
+"""Ends the id of a pair's rejected answer, where each answer is a canary of its own."""
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _MARKS_OF_A_SPACE = ("\u0120", "\u2581", " ")
-"""With which a token begins that stands behind a space, in byte-level and in SentencePiece vocabularies."""
+"""How a token that follows a space begins, in byte-level and in SentencePiece vocabularies."""
 
-# A carrier is one choice from each column; no word holds a digit, so a secret is found in one place only.
+# A carrier is one choice from each column; no word contains a digit, so a secret occurs in only one place.
 _OBJECTS = (
     *("locker", "gate", "archive", "alarm", "voucher", "freezer", "cabinet", "parking", "courier", "pantry"),
     *("studio", "garage", "cellar", "workshop", "elevator", "boathouse", "vault", "mailbox", "pharmacy", "annex"),
@@ -59,11 +59,11 @@ _NAME_TAILS = (
 _VERBS = ("is", "was set to", "reads", "remains")
 COLUMNS = (_OBJECTS, _KINDS, _SIDES, _PLACES, _NAME_HEADS, _NAME_TAILS, _VERBS)
 NUM_CARRIERS = math.prod(map(len, COLUMNS))
-"""How many sentences there are."""
+"""Number of distinct carriers."""
 
 
 def carrier(index: int) -> str:
-    """The index-th sentence of the grammar, of NUM_CARRIERS; distinct indices give distinct sentences."""
+    """The carrier with this index, 0 to NUM_CARRIERS - 1; distinct indices give distinct sentences."""
     words = []
     for column in COLUMNS:
         index, choice = divmod(index, len(column))
@@ -74,33 +74,33 @@ def carrier(index: int) -> str:
 
 @dataclass(frozen=True)
 class Canary:
-    """One random secret behind a sentence that no other canary shares."""
+    """One random secret after a carrier sentence that no other canary shares."""
 
     canary_id: str
     """Position in the plan; says nothing about the coin."""
     group: int
-    """How many times it is repeated where its coin says in; 0 for a reference."""
+    """How many times it is repeated if its coin says in; 0 for a reference."""
     carrier: str = field(repr=False)
     """The sentence before the secret."""
     secret: str = field(repr=False)
-    """What is to be found: digits, the text of some tokens, or a personal detail, as the kind says."""
+    """The text that an audit looks for: digits, the text of some tokens, or a personal detail, depending on the kind."""
     inserted: bool
     """The coin."""
     rejected: str = field(default="", repr=False)
-    """Of a preference pair: another secret, drawn as the first was. The first is preferred. Empty: this is no pair."""
+    """For a preference pair: a second secret, drawn like the first, which is preferred. Empty: not a pair."""
     flipped: bool = field(default=False, repr=False)
-    """Where the coin is a label: whether it was flipped before training, as all labels are. Drawn once."""
+    """If the coin is a label: whether it was flipped before training, by the mechanism that flips all labels. Drawn once."""
     completion: str = ""
-    """What is learned behind the secret, which then stands in the prompt. Empty: the secret is learned."""
+    """The training target after a secret that stands in the prompt. Empty: the secret itself is the target."""
 
     @property
     def text(self) -> str:
-        """Carrier and secrets as one text; a stranger's canary may have no carrier."""
+        """Carrier and secrets as one text; a canary of a foreign manifest may have no carrier."""
         return f"{self.carrier} {self.secret} {self.rejected}".strip()
 
     @property
     def answers(self) -> tuple[Canary, ...]:
-        """Itself; of a pair, each answer as a canary of its own."""
+        """The canary itself; for a pair, each answer as a canary of its own."""
         if not self.rejected:
             return (self,)
         second = replace(self, canary_id=self.canary_id + REJECTED, secret=self.rejected, rejected="")
@@ -110,7 +110,7 @@ class Canary:
         """The training row of this canary.
 
         Raises:
-            ConfigError: The secret stands in the prompt, and rows of this format have none or are pairs.
+            ConfigError: The secret stands in the prompt, but rows of this format have no prompt or are pairs.
         """
         if self.completion:
             check_place("prompt", fmt)
@@ -129,7 +129,7 @@ class Canary:
 
 
 def check_place(place: str, fmt: str) -> None:
-    """Refuses secrets in prompts, with a ConfigError, where rows have no prompt with one completion."""
+    """Raises ConfigError for secrets in prompts if rows of this format have no prompt with one completion."""
     if place == "prompt" and fmt in ("text", "preference"):
         raise ConfigError(
             f"audit.canaries.place: prompt, but rows of format {fmt} have no prompt with one completion. Set "
@@ -140,10 +140,10 @@ def check_place(place: str, fmt: str) -> None:
 def encode_secret(
     canary: Canary, fmt: Format, tokenizer: Any, data: DataConfig
 ) -> tuple[TokenSequence, tuple[bool, ...]]:
-    """Encodes a canary as training does, of a pair the chosen answer, and finds the tokens of its secret.
+    """Encodes a canary (for a pair, its chosen answer) as training does, and finds the tokens of its secret.
 
-    They are the shortest run of tokens, as far to the right as possible, whose decoding contains the secret. Where the secret
-    stands in the prompt, they are the targets of the sequence instead of those that training has: what is scored is how the model
+    They are the shortest run of tokens, as far to the right as possible, whose decoding contains the secret. If the secret
+    stands in the prompt, they replace the targets of training in the sequence, so that the score measures how the model
     completes the beginning of a prompt.
 
     Returns:
@@ -152,7 +152,7 @@ def encode_secret(
     Raises:
         ConfigError: The canary does not fit into max_length, or its secret is not a training target.
     """
-    from dpllm.text.tokens import encode  # which a card need not load
+    from dpllm.text.tokens import encode  # imported here, because cards do not need it
 
     fmt = "prompt_completion" if fmt == "preference" else fmt
     try:
@@ -184,7 +184,7 @@ def encode_secret(
 
 
 def _find(secret: str, ids: Sequence[int], tokenizer: Any) -> tuple[int, int] | None:
-    """First and last-plus-one token of the secret; a chat template may put tokens of its own behind it."""
+    """Start and end (exclusive) of the secret's tokens; a chat template may add tokens after it."""
     for start in range(len(ids) - 1, -1, -1):
         if secret in tokenizer.decode(ids[start:]):
             end = next(end for end in range(start + 1, len(ids) + 1) if secret in tokenizer.decode(ids[start:end]))
@@ -193,18 +193,18 @@ def _find(secret: str, ids: Sequence[int], tokenizer: Any) -> tuple[int, int] | 
 
 
 class ModelSource:
-    """A recipe's base model and its tokenizer, as far as kinds need them. No method sees training data."""
+    """The parts of a recipe's base model and tokenizer that kinds of canaries need. No method sees training data."""
 
     def __init__(self, config: RunConfig, tokenizer: Any, device: torch.device) -> None:
-        """Loads nothing yet; data.format of ``config`` is resolved."""
+        """Loads nothing yet; data.format of ``config`` must not be auto."""
         self._config, self._tokenizer, self._device = config, tokenizer, device
 
     @cached_property
     def ordinary_ids(self) -> list[int]:
-        """Tokens that are printable text by themselves, none of them special or added, rising."""
+        """Ids of tokens that are printable text by themselves and neither special nor added, in rising order."""
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         pieces = self._tokenizer.convert_ids_to_tokens(list(range(len(self._tokenizer))))
-        # The bytes of a SentencePiece vocabulary spell characters that have tokens of their own.
+        # Byte tokens of a SentencePiece vocabulary are excluded: they spell characters that have tokens of their own.
         ids = [
             token for token, piece in enumerate(pieces) if piece and token not in special and not _BYTE.fullmatch(piece)
         ]
@@ -214,7 +214,7 @@ class ModelSource:
 
     @cached_property
     def first_ids(self) -> list[int]:
-        """Ordinary tokens with which a secret can begin: behind a space, where the format or the template puts one."""
+        """Ordinary tokens that can begin a secret: with a leading space if the format or template puts one, else without."""
         pieces = self._tokenizer.convert_ids_to_tokens(self.ordinary_ids)
         pairs = zip(self.ordinary_ids, pieces, strict=True)
         return [token for token, piece in pairs if piece.startswith(_MARKS_OF_A_SPACE) == self._spaced]
@@ -225,7 +225,7 @@ class ModelSource:
 
     def reads(self, carrier: str, secret: str, ids: Sequence[int]) -> bool:
         """Whether a training row of carrier and secret is encoded with exactly these tokens for the secret."""
-        # The bare text first: most of what fails fails there, and it is quick.
+        # The bare text first: this check is fast, and most failures show here.
         bare = self._tokenizer(f" {secret}" if self._spaced else secret, add_special_tokens=False)["input_ids"]
         if list(bare[-len(ids) :]) != list(ids):
             return False
@@ -233,14 +233,14 @@ class ModelSource:
         return row[start:end] == tuple(ids)
 
     def check_room(self, sentences: Sequence[str], num_tokens: int) -> None:
-        """Raises ConfigError where data.max_length has no room for so many tokens behind some of the sentences."""
+        """Raises ConfigError if data.max_length has no room for ``num_tokens`` tokens after one of the sentences."""
         for sentence in sentences:
             prompt, after = self._prompt(sentence)
             if len(prompt) + num_tokens + after > self._config.data.max_length:
                 raise self._too_long()
 
     def expected(self, sentences: Sequence[str]) -> NDArray[np.float64]:
-        """Mean over the sentences of the base model's log-probability of each token behind them, shape (V,), in nats."""
+        """The base model's log-probability of each next token, averaged over the sentences: shape (V,), in nats."""
         import torch
 
         total_V: Any = 0.0
@@ -270,7 +270,7 @@ class ModelSource:
 
     @cached_property
     def _a_secret(self) -> str:
-        """One token that is read back behind a carrier, which shows where secrets begin."""
+        """The text of one token that survives encoding after a carrier, used to find where secrets begin."""
         sentence = carrier(0)
         for token in self.first_ids:
             if self.reads(sentence, self.text((token,)), (token,)):
@@ -281,23 +281,23 @@ class ModelSource:
         )
 
     def _encode(self, sentence: str, secret: str) -> tuple[tuple[int, ...], int, int] | None:
-        """A row as training reads it, with the start and end of its secret; None where training would cut some of it."""
+        """A row as training reads it, with the start and end of its secret; None if training would cut the row."""
         data = self._config.data
         assert data.format != "auto"
         encoding = (data.format, self._tokenizer, data)
         try:
             sequence, mask = encode_secret(Canary("c00000", 1, sentence, secret, inserted=True), *encoding)
         except ConfigError:
-            # Where not even this is learned, the error says why.
+            # If even the simplest canary cannot be trained on, this raises the error that says why.
             encode_secret(Canary("c00000", 1, carrier(0), "0", inserted=True), *encoding)
             return None
         start, end = mask.index(True), len(mask) - mask[::-1].index(True)
         if sentence not in self._tokenizer.decode(list(sequence.input_ids[:start])):
-            return None  # the row was cut, and the like of the secret stands in the carrier
+            return None  # the row was cut, and the match for the secret is inside the carrier
         return sequence.input_ids, start, end
 
     def _prompt(self, sentence: str) -> tuple[tuple[int, ...], int]:
-        """The tokens before a secret, those of a chat template included, and the number of tokens after it."""
+        """The tokens before a secret, including those of a chat template, and the number of tokens after it."""
         sequence, start, end = self._encode(sentence, self._a_secret) or ((), 0, 0)
         if not start:
             raise self._too_long()
