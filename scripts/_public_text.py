@@ -16,7 +16,7 @@ from _grammar import Slot, expand, pick
 from _public_vocabulary import LOOSE, VOCABULARY
 from _public_words import LISTS, TOPICS
 
-LOOSE_SHARE = 9  # how many topics the loose sentences count for, beside the dozen others
+LOOSE_SHARE = 9  # weight of the loose sentences, in topics, next to a dozen topics
 
 
 def _entries(text: str) -> list[str]:

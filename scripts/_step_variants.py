@@ -299,6 +299,6 @@ def attached(bench: Bench, name: str, *, checkpointing: bool, warm_up: Batches) 
             parameter.grad = None
             for left in LEFT_BEHIND:
                 parameter.__dict__.pop(left, None)
-        for module in bench.model.modules():  # a failed step may leave gradients
+        for module in bench.model.modules():  # a failed step leaves these
             module.__dict__.pop("activations", None)
             module.__dict__.pop("max_batch_len", None)

@@ -204,7 +204,7 @@ def _charge(choice: Choice, name: str) -> dict[str, Any]:
     book = ledger.open_ledger(choice.config.privacy.ledger)
     assert book is not None
     with book, book.counting():
-        subject = read_subject(choice.config)  # without a ledger there was no policy of the dataset to read
+        subject = read_subject(choice.config)  # only a ledger can identify the data, and it may be new
         policy = subject.policy
         assert policy is not None
         if subject.digest != choice.subject.digest:

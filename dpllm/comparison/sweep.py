@@ -233,7 +233,7 @@ def _reserve(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tupl
     assert book is not None
     try:
         with book, book.counting():
-            reread = read_subject(config)  # without a ledger there was no policy of the dataset to read
+            reread = read_subject(config)  # only a ledger can identify the data, and it may be new
             policy = reread.policy
             assert policy is not None
             if reread.digest != subject.digest:
@@ -259,7 +259,7 @@ def plans_of(points: Sequence[Point], subject: Subject, book: ledger.Ledger | No
     terms = dataset_policy.terms(book, subject.dataset, points[0].config.privacy.derived_from)
     plans = {}
     for point in points:
-        # For a run without privacy no dataset policy applies here; training decides whether the data may be used.
+        # Whether a run without differential privacy may use the data is not decided here.
         subject_of_point = subject if point.config.privacy.enabled else None
         plan = decide(point.config, subject=subject_of_point, terms=terms, fetch=True).obeyed().plan
         if plan is not None:

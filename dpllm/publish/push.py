@@ -125,7 +125,7 @@ def push(
 def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> PrivacyRecord:
     """Returns the privacy statement after all checks of the upload have passed."""
     if ledger is None and source.run:
-        configured = open_run(source.run).config.privacy.ledger  # the publisher wrote this recipe
+        configured = open_run(source.run).config.privacy.ledger  # the publisher set it
         ledger = configured if configured and "://" in configured else None
     checks = insist(source.root, ledger).checks
     statement = privacy_record.read(read_json(source.folder / (MODEL_BLOCK if source.kind == "dataset" else BLOCK)))
