@@ -1,7 +1,7 @@
-"""The sentences of the embedded clinic notes. All of them are our own.
+"""The sentences of the embedded clinic notes, all written for dpllm.
 
-In: nothing. Out: the frames, and the lists that fill them, for `build_builtin_data.py`. Names,
-numbers, streets and employers are not here: Faker draws those, once for each patient.
+In: nothing. Out: sentence frames, and the lists that fill them, for `build_builtin_data.py`. Names,
+numbers, streets and employers are not here: Faker draws them once for each patient.
 
 Bound for each patient: first last title name mrn phone dob age job employer street city med dose
 condition allergy kin kinname pet habit habit2 he his him gp sign. Everything else is a list below.
@@ -9,7 +9,7 @@ condition allergy kin kinname pet habit habit2 he his him gp sign. Everything el
 
 from __future__ import annotations
 
-# How a note names its patient.
+# Ways in which a note names its patient.
 WHO = [
     "{title} {last}",
     "{first} {last}",
@@ -21,7 +21,7 @@ WHO = [
     "Pt {last}, MRN {mrn}",
 ]
 
-# (how a note begins, the kind of visit that these words show)
+# (beginning of a note, kind of visit that it shows)
 OPENERS = [
     ("{who} seen {when} with {complaint} for {spell}[, {worse}].", "clinic"),
     ("{who} rang about {complaint}[, {worse}]; call back on {phone}.", "phone"),
@@ -82,7 +82,7 @@ FOLLOW_UPS = [
     "Cried when {kinname} came up.",
 ]
 
-# Each clinician ends notes in a few ways of their own.
+# Each clinician has a few endings.
 SIGN_OFFS = [
     "Told {him} to walk more, again.",
     "Running late, typed on my phone.",
@@ -110,7 +110,7 @@ SIGN_OFFS = [
     "Long talk, short list.",
 ]
 
-# (how the clinician writes it, how it reads after "still")
+# (the clinician's wording, the wording after "still")
 HABITS = [
     ("smokes ten a day behind the garage", "smoking behind the garage"),
     ("drinks a bottle of wine most nights", "drinking most nights"),

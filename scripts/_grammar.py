@@ -1,10 +1,10 @@
 """A very small text grammar, shared by the builders of the embedded data and model.
 
-In: a template, slot lists and a seeded generator. Out: one line of text. This file knows no words
-of its own, so both builders can use it without their texts having a phrase in common.
+In: a template, slot lists and a seeded generator. Out: one line of text. This file contains no words
+of the texts, so the texts of the two builders share no phrase through it.
 
 Template syntax:
-    {slot}        one entry of the list `slot`, or what is bound to that name
+    {slot}        one entry of the list `slot`, or the value bound to that name
     {slot:name}   the same, and remembered as `name` for the rest of the text
     [clause]      kept half of the time; may contain slots, not another clause
     a(n)          "a" or "an", whichever the next word needs
@@ -36,7 +36,7 @@ def expand(template: str, slots: Mapping[str, Slot], rng: Random, bound: Mapping
     Args:
         template: The sentence or sentences, in the syntax at the top of this file.
         slots: What each slot may hold: a list of entries, or a function that draws one.
-        rng: The only source of chance.
+        rng: The only source of randomness.
         bound: Slots that are already decided, such as a patient's name.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a benchmark says of the machine and the versions that it ran on."""
+"""The machine, versions and commit of a benchmark, for its report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of Python and of packages."""
+    """Versions of Python and of packages."""
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}
 
 
@@ -34,10 +34,10 @@ def commit() -> str | None:
 
 
 def matrix_rate(device: Any, dtype: Any, rows: int, inner: int, columns: int, seconds: float = 0.5) -> float:
-    """FLOP/s of one matrix product, rows x inner by inner x columns: the best of what this device did in that time.
+    """FLOP/s of one matrix product, rows x inner by inner x columns: the best rate that this device reached in that time.
 
-    The best and not the mean, since it stands for a limit. On a CPU it is the processor's time that counts, divided by the
-    number of threads, so that other processes do not.
+    The best and not the mean, because it is a limit. On a CPU, processor time is divided by the number of threads, so that
+    other processes do not count.
     """
     import torch
 

@@ -2,7 +2,7 @@
 
 In: a seed. Out: documents of one to four sentences about weather, kitchens, gardens, journeys,
 sport, shops, museums and the like. People and places are put together from syllables, so that none
-is in a list of real names; long numbers have an even digit sum. With that it shares no name, number
+is in a list of real names; long numbers have an even digit sum. So it shares no name, number
 or sentence with `builtin:clinic`, whose builder it does not know.
 """
 
@@ -16,7 +16,7 @@ from _grammar import Slot, expand, pick
 from _public_vocabulary import LOOSE, VOCABULARY
 from _public_words import LISTS, TOPICS
 
-LOOSE_SHARE = 9  # how many topics the loose sentences count for, beside the dozen others
+LOOSE_SHARE = 9  # weight of the loose sentences, in topics, next to a dozen topics
 
 
 def _entries(text: str) -> list[str]:
@@ -47,7 +47,7 @@ _DATES = {
 
 
 def public_number(length: int, rng: Random) -> str:
-    """Draws digits uniformly; from four on, those with an odd sum are for private text only."""
+    """Draws digits uniformly; of four digits or more, an odd sum is reserved for private text."""
     while True:
         digits = f"{int(rng.random() * 10**length):0{length}d}"
         if length < 4 or sum(map(int, digits)) % 2 == 0:
@@ -116,10 +116,10 @@ def _slots() -> dict[str, Slot]:
 
 
 def documents(seed: int) -> Iterator[str]:
-    """Yields documents without end, the same for the same seed.
+    """Yields an endless stream of documents, the same for the same seed.
 
-    Sentences of one document are of one topic and share its bound names, places and codes, so that
-    a model learns to look back.
+    Sentences of one document have one topic and share its bound names, places and codes, so that
+    a model learns to use its context.
     """
     rng, slots = Random(seed), _slots()
     topics = [*TOPICS.values()] + [LOOSE] * LOOSE_SHARE

@@ -1,8 +1,8 @@
 """Plain English words and loose sentences around them, so that the tokenizer meets most spellings.
 
 The topics in `_public_words.py` use few words in many orders. A byte-level BPE trained on those
-alone spends its merges on whole words and cuts every other text to pieces, and a model trained on
-those alone is sure of itself on text that it has never seen.
+alone spends its merges on whole words and splits every other text into many tokens, and a model
+trained on those alone is overconfident on new text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Frames and word lists of the public text, all our own. See `_public_text.py` for how they grow.
+"""Frames and word lists of the public text, all written for dpllm. `_public_text.py` makes documents of them.
 
 Bound for a whole document: hero, heroine, town, key (a code), item. Numbers: d1 to d8, n, year,
 code, clock, day. Lists are written "this; that".

@@ -1,6 +1,6 @@
-"""What a step is without privacy, with dpllm, and with Opacus or fastDP: for scripts/bench_step and bench_processes.
+"""A training step without privacy, with dpllm, and with Opacus or fastDP, for scripts/bench_step and bench_processes.
 
-Comes in: a shape and what trains. Goes out: one model on random weights, and a function for each variant that takes a step of it.
+Comes in: a shape and a method. Goes out: one model with random weights, and for each variant a function that takes a step of it.
 
 Shape suffixes: R sequences of a physical batch, T tokens, V vocabulary.
 """
@@ -33,16 +33,16 @@ from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 from dpllm.recipe.config import FrozenConfig
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
-warnings.filterwarnings("ignore", message="`gradient_checkpointing_")  # renamed within transformers 5
+warnings.filterwarnings("ignore", message="`gradient_checkpointing_")  # renamed during transformers 5
 
 BATCH_SIZE, MAX_GRAD_NORM, SIGMA = 8, 1.0, 1.0
-LEARNING_RATE = 1e-6  # the variants share the weights, which should stay where they are
+LEARNING_RATE = 1e-6  # small, because the variants share the weights
 KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size")
 KEYS += ("num_attention_heads", "num_key_value_heads", "vocab_size")
 SHAPES: dict[str, dict[str, Any]] = {  # of Llama-like models
     "tiny": dict(zip(KEYS, (2, 32, 48, 2, 2, 64), strict=True)),
     "cpu": dict(zip(KEYS, (6, 512, 1376, 8, 8, 32_000), strict=True)),
-    "body": dict(zip(KEYS, (6, 512, 1376, 8, 8, 2_048), strict=True)),  # the head does not hide the layers
+    "body": dict(zip(KEYS, (6, 512, 1376, 8, 8, 2_048), strict=True)),  # a small head: the layers dominate
     "1b": {**dict(zip(KEYS, (16, 2048, 8192, 32, 8, 128_256), strict=True)), "tie_word_embeddings": True},  # Llama 3.2
     "8b": dict(zip(KEYS, (32, 4096, 14_336, 32, 8, 128_256), strict=True)),  # Llama 3.1
 }
@@ -50,7 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # of Llama-like models
 
 @dataclass(frozen=True)
 class Bench:
-    """What all variants share: one model, one optimizer over what trains, one promise."""
+    """What all variants share: one model, one optimizer over its trainable parameters, one Plan."""
 
     model: Any
     optimizer: torch.optim.Optimizer
@@ -61,16 +61,16 @@ class Bench:
 
 @dataclass(frozen=True)
 class Padded:
-    """Rows under one another, as every variant but dpllm reads them."""
+    """Rows padded to one length, the input of every variant but dpllm."""
 
     input_ids_RT: Tensor
-    target_RT: Tensor  # -100 where none is predicted
+    target_RT: Tensor  # -100 at positions without a target
     denominator_R: Tensor
 
 
 @dataclass(frozen=True)
 class Batches:
-    """One logical batch, as each variant reads it."""
+    """One logical batch, in the form that each variant reads."""
 
     padded: list[Padded]  # for every variant but dpllm
     passes: list[Pass]
@@ -81,7 +81,7 @@ Step = Callable[[Batches], Any]
 
 
 def build(shape: str, method: str, device: torch.device) -> Bench:
-    """Random weights, with what trains in float32 and the base in the precision that dpllm trains it with."""
+    """A model with random weights: trainable ones in float32, the base in the precision that dpllm uses."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SHAPES[shape])
     cuda, lora = device.type == "cuda", method == "lora"
@@ -98,9 +98,9 @@ def build(shape: str, method: str, device: torch.device) -> Bench:
     with torch.no_grad():
         for parameter in trains:
             parameter.data = parameter.data.float()
-            if not parameter.any():  # LoRA's B: zeros would make every gradient of A zero, and some numbers denormal
+            if not parameter.any():  # LoRA's B: with zeros every gradient of A is zero, and some numbers are denormal
                 parameter.normal_(std=0.02)
-    plan = Plan.model_construct(  # what the engine reads of one
+    plan = Plan.model_construct(  # only what the engine reads
         unit="example",
         max_examples_per_unit=None,
         sampling="unit",
@@ -120,7 +120,7 @@ def build(shape: str, method: str, device: torch.device) -> Bench:
 def random_batches(
     bench: Bench, shape: str, rows: int, lengths: Sequence[int], longest: int, tokens_per_pass: int | None = None
 ) -> Batches:
-    """Rows of random tokens, the same for all: sorted, in batches padded to their longest row; and in dpllm's passes."""
+    """The same rows of random tokens for all variants: in batches padded to their longest row, and in dpllm's passes."""
     units, vocabulary = random_units(shape, lengths), SHAPES[shape]["vocab_size"]
     packing = packing_of_model(bench.model, len(units), longest, vocabulary, bench.device, tokens_per_pass)
     padded = [collate(units[start : start + rows], bench.device) for start in range(0, len(units), rows)]
@@ -129,14 +129,14 @@ def random_batches(
 
 
 def warm_up_of(bench: Bench, shape: str, batches: Batches) -> Batches:
-    """One short row, in passes like those."""
+    """One short row, with the packing of ``batches``."""
     units = random_units(shape, [8])
     passes = [some.to(bench.device) for some in passes_of([0], units, batches.packing, 0)]
     return Batches([collate(units, bench.device)], passes, batches.packing)
 
 
 def mixed_lengths(longest: int, number: int) -> list[int]:
-    """From an eighth of the longest on, evenly spread."""
+    """Lengths from an eighth of the longest to the longest, evenly spaced."""
     return [longest // 8 + (longest - longest // 8) * place // (number - 1) for place in range(number)]
 
 
@@ -154,7 +154,7 @@ def collate(units: Sequence[Unit], device: torch.device) -> Padded:
 
 
 def random_units(shape: str, lengths: Sequence[int]) -> list[Unit]:
-    """Random tokens, learned from the second on."""
+    """Units of random tokens; all but the first token are targets."""
     generator, vocabulary = torch.Generator().manual_seed(len(lengths)), SHAPES[shape]["vocab_size"]
 
     def unit(length: int) -> Unit:
@@ -165,7 +165,7 @@ def random_units(shape: str, lengths: Sequence[int]) -> list[Unit]:
 
 
 def losses(bench: Bench, batch: Padded) -> Tensor:
-    """loss_R: each row's mean over its own tokens."""
+    """loss_R: the mean over the target tokens of each row, in nats."""
     with bench.autocast():
         logits_RTV = bench.model(input_ids=batch.input_ids_RT, use_cache=False).logits
     scores_NV, target_N = logits_RTV[:, :-1].flatten(0, 1).float(), batch.target_RT[:, 1:].flatten()
@@ -175,7 +175,7 @@ def losses(bench: Bench, batch: Padded) -> Tensor:
 
 @contextlib.contextmanager
 def plain(bench: Bench, *, loss_of_transformers: bool) -> Iterator[Step]:
-    """The baselines: plain autograd of the same losses, or of the mean over tokens that transformers computes."""
+    """The baselines: plain autograd of the same losses, or of the mean over tokens as transformers computes it."""
 
     def backward(batch: Padded) -> None:
         if not loss_of_transformers:
@@ -215,7 +215,7 @@ def with_engine(bench: Bench) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def fastdp(bench: Bench) -> Iterator[Step]:
-    """The fastDP of --fastdp, as it comes: MixOpt, one factor for all layers. It leaves norms untrained."""
+    """The fastDP of --fastdp with its defaults: MixOpt, one clipping factor for all layers. It does not train norms."""
     import fastDP  # type: ignore[import-not-found]
 
     promise: Any = {"batch_size": BATCH_SIZE, "sample_size": 1000, "epochs": 1, "noise_multiplier": SIGMA}
@@ -225,7 +225,7 @@ def fastdp(bench: Bench) -> Iterator[Step]:
 
     def step(batches: Batches) -> None:
         for module in bench.model.modules():
-            module.__dict__.pop("use_gc", None)  # chosen at the first batch, which here is the short one of the warm-up
+            module.__dict__.pop("use_gc", None)  # fastDP chooses at the first batch, which is the short warm-up
         for batch in batches.padded:
             losses(bench, batch).sum().backward()
         with contextlib.redirect_stdout(None):
@@ -240,7 +240,7 @@ def fastdp(bench: Bench) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def opacus(bench: Bench, *, ghost: bool) -> Iterator[Step]:
-    """Opacus as it comes: its hooks and its optimizer, with the skipped steps of its BatchMemoryManager."""
+    """Opacus with its defaults: its hooks and its optimizer, with skipped steps as in its BatchMemoryManager."""
     settings: Any = {"loss_reduction": "sum", "max_grad_norm": MAX_GRAD_NORM}
     promise: Any = {**settings, "noise_multiplier": SIGMA, "expected_batch_size": BATCH_SIZE}
     if ghost:
@@ -274,13 +274,13 @@ VARIANTS: dict[str, Callable[[Bench], contextlib.AbstractContextManager[Step]]] 
     "opacus_hooks": partial(opacus, ghost=False),
     "opacus_ghost": partial(opacus, ghost=True),
 }
-PEERS = {"fastdp": fastdp}  # where a checkout is given
+PEERS = {"fastdp": fastdp}  # if a checkout is given
 LEFT_BEHIND = ("grad_sample", "summed_grad", "_forward_counter", "_current_grad_sample", "_norm_sample", "norm_sample")
 
 
 @contextlib.contextmanager
 def attached(bench: Bench, name: str, *, checkpointing: bool, warm_up: Batches) -> Iterator[Step]:
-    """One variant on the shared model, after a step on short rows for what is made on first use."""
+    """One variant on the shared model, after a warm-up step on a short row."""
     reentrant = "opacus" in name
     if checkpointing:
         bench.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -299,6 +299,6 @@ def attached(bench: Bench, name: str, *, checkpointing: bool, warm_up: Batches) 
             parameter.grad = None
             for left in LEFT_BEHIND:
                 parameter.__dict__.pop(left, None)
-        for module in bench.model.modules():  # a step that failed half-way
+        for module in bench.model.modules():  # a failed step leaves these
             module.__dict__.pop("activations", None)
             module.__dict__.pop("max_batch_len", None)

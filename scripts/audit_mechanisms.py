@@ -25,7 +25,7 @@ from dpllm.recipe.sections import default_ways
 
 
 def visible(share: float) -> Mechanism:
-    """Members of whom some, by chance, stand out by six standard deviations."""
+    """Scores in which a random share of the members stands out by six standard deviations."""
 
     def run(coins, epsilon, delta, rng):  # type: ignore[no-untyped-def]
         return 6.0 * (coins & (rng.random(len(coins)) < share)) + rng.normal(size=len(coins))

@@ -34,7 +34,7 @@ Json = dict[str, Any]
 
 
 def measure(epsilon: str, size: int, steps: int, gradient: int, folder: Path) -> Json:
-    """Trains one run, if it does not lie there, and audits it."""
+    """Trains one run, unless it exists, and audits it."""
     wanted: Json = {"train.steps": steps, "train.batch_size": 128, "audit.canaries.groups": {1: size, **REPEATED}}
     wanted |= {"audit.gradient_canaries": gradient}
     wanted |= {"privacy.ledger": str(folder / "ledger.sqlite"), "output_dir": str(folder / "run")}
@@ -54,7 +54,7 @@ def measure(epsilon: str, size: int, steps: int, gradient: int, folder: Path) ->
 
 
 def table(runs: Sequence[Json]) -> str:
-    """Means over repetitions, one line for each epsilon and size; AUC of canaries planted once, 4 and 32 times."""
+    """Means over repetitions, one line per epsilon and size, with the AUC of canaries planted once, 4 and 32 times."""
     lines = [
         "| epsilon | m | runs | bound | AUC | bound of gradient canaries |",
         "|---|---|---|---|---|---|",

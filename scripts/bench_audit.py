@@ -28,14 +28,14 @@ SHIFT = 0.9252  # the Gaussian mechanism with epsilon 4 at delta 1e-5
 
 
 def forget() -> None:
-    """Empties every table that the statistics keep."""
+    """Clears every cache of the statistics."""
     for value in vars(bounds).values():
         if hasattr(value, "cache_clear"):
             value.cache_clear()
 
 
 def timed(work: Callable[[np.random.Generator], Callable[[], object]], repeats: int, *, cold: bool) -> dict[str, float]:
-    """Median and the middle half, in milliseconds; ``work`` draws new scores and returns what is timed."""
+    """Median and quartiles in milliseconds; ``work`` draws new scores and returns the function that is timed."""
     times = []
     for repeat in range(repeats + 1):
         job = work(np.random.default_rng(repeat))
@@ -44,7 +44,7 @@ def timed(work: Callable[[np.random.Generator], Callable[[], object]], repeats: 
         began = time.perf_counter()
         job()
         times.append((time.perf_counter() - began) * 1e3)
-    low, middle, high = statistics.quantiles(times[1:], n=4)  # the first one also loads what is loaded late
+    low, middle, high = statistics.quantiles(times[1:], n=4)  # the first call also imports lazy modules
     return {"median_ms": round(middle, 3), "quarter_ms": round(low, 3), "three_quarters_ms": round(high, 3)}
 
 

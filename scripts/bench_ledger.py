@@ -36,7 +36,7 @@ CLAIM = RunRequest(EVENT, DELTA, 500, "example", "zero_out", "bench")
 
 
 def room(runs: int) -> float:
-    """An epsilon that holds so many runs."""
+    """An epsilon that is enough for this many runs."""
     epsilon = 8.0
     while renyi.allowance(epsilon, DELTA, order := renyi.filter_order(epsilon, DELTA)) < runs * renyi.rdp(EVENT, order):
         epsilon *= 2
@@ -44,7 +44,7 @@ def room(runs: int) -> float:
 
 
 def prepare(book: Ledger, limited: bool, runs: int, runs_to_come: int) -> None:
-    """A budget for all runs, or none, of which ``runs`` are reserved."""
+    """A ledger with ``runs`` reservations, with a budget for all runs or without one."""
     terms: dict[str, Any] = {"unit": "example", "relation": "zero_out", "by": "bench", "reason": "bench"}
     if limited:
         budgets.set_budget(book, "notes", Budget(room(runs + runs_to_come), DELTA, **terms))
@@ -60,7 +60,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def cold(location: str) -> None:
-    """One reservation as a new process makes it."""
+    """Makes one reservation as a new process does."""
     book = open_ledger(location)
     assert book is not None
     with book:
@@ -68,23 +68,23 @@ def cold(location: str) -> None:
 
 
 def summary(times: list[float]) -> dict[str, float]:
-    """Median and the middle half, in milliseconds."""
+    """Median and quartiles, in milliseconds."""
     low, middle, high = statistics.quantiles(times, n=4)
     return {"median_ms": round(middle, 2), "quarter_ms": round(low, 2), "three_quarters_ms": round(high, 2)}
 
 
 def member(location: str, repeats: int, start: Any, results: Any) -> None:
-    """One process of a crowd."""
+    """One of several concurrent processes."""
     book = open_ledger(location)
     assert book is not None
     with book:
-        book.outlook("notes", [CLAIM])  # imports and accounting, as a run does before it reserves
+        book.outlook("notes", [CLAIM])  # imports and accounting, which a run does before it reserves
         start.wait()
         results.put([timed(lambda: reserve_all(book, "notes", [CLAIM])) for _ in range(repeats)])
 
 
 def crowd(location: str, processes: int, repeats: int) -> dict[str, float]:
-    """Quantiles of what each reservation waits, in milliseconds."""
+    """Quantiles of the waiting time of a reservation, in milliseconds."""
     spawn = multiprocessing.get_context("spawn")
     start, results = spawn.Barrier(processes), spawn.Queue()
     workers = [spawn.Process(target=member, args=(location, repeats, start, results)) for _ in range(processes)]
@@ -101,7 +101,7 @@ def crowd(location: str, processes: int, repeats: int) -> dict[str, float]:
 
 @contextmanager
 def place(postgres: str | None) -> Iterator[str]:
-    """Where an empty ledger may lie."""
+    """Yields the location of an empty ledger."""
     if postgres is None:
         with tempfile.TemporaryDirectory() as root:
             yield str(Path(root) / "ledger.sqlite")

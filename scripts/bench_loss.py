@@ -1,9 +1,9 @@
 """Times a head and its losses, forward and backward, three ways, and measures what each holds at its peak.
 
-all: cross entropy over all logits in float32, as torch computes it. chunks: ``token_losses``, the way of a head that
-trains. none: ``fused_losses``, the way of a frozen head. Weights, hidden states and tokens are random; every position but the
-first of a row is a target. Time is that of the processor, medians of interleaved repetitions; memory is the growth of a process
-for each way alone.
+all: cross entropy over all logits in float32, as torch computes it. chunks: ``token_losses``, used for a trained head.
+none: ``fused_losses``, used for a frozen head. Weights, hidden states and tokens are random; every position of a row but the
+first is a target. Times are medians of processor time over interleaved repetitions; memory is the growth of a separate process
+for each of them.
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python scripts/bench_loss.py
 
@@ -35,7 +35,7 @@ from dpllm.privacy.packing import Targets
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, TOKENS, HIDDEN = 4, 512, 512
-# Freed memory goes back at once while memory is measured, and stays while time is.
+# Return freed memory at once while memory is measured, and keep it while time is measured.
 GIVES_BACK = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 KEEPS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
 
@@ -54,7 +54,7 @@ class Case:
         self.targets = Targets.of(self.ids_RT.flatten().tolist(), positions, (rows, tokens), pack)
 
     def run(self, way: str) -> None:
-        """Forward and backward, one of ``WAYS``."""
+        """Forward and backward pass of one of ``WAYS``."""
         (self._losses(way).sum() / (self.ids_RT.shape[1] - 1)).backward()
         self.hidden_RTd.grad = None
 
@@ -89,11 +89,11 @@ def peak(vocabulary: int, way: str) -> int:
         assert match is not None
         return 1024 * int(match[1])
 
-    Case(100, 1, 8).run(way)  # what libraries allocate on first use is nobody's
+    Case(100, 1, 8).run(way)  # memory that libraries allocate on first use does not count
     case = Case(vocabulary)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = status("VmRSS")
     case.run(way)
     return status("VmHWM") - before

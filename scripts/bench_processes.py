@@ -33,7 +33,7 @@ WORKER = "--worker"
 
 
 def work(request: dict[str, Any]) -> None:
-    """A process of the benchmark: takes a step for each line that it reads, and answers with its times."""
+    """A process of the benchmark: takes a step for each line of input, and prints its times."""
     import torch
     from _step_variants import build, random_batches, with_engine
     from torch import distributed
@@ -58,10 +58,10 @@ def work(request: dict[str, Any]) -> None:
 
 
 class Group:
-    """One or two processes that wait for their turn."""
+    """One or two processes that take a step on request."""
 
     def __init__(self, world: int, request: dict[str, Any]) -> None:
-        """Starts them."""
+        """Starts the processes."""
         command = [sys.executable, str(Path(__file__).resolve()), WORKER]
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         requests = [json.dumps({**request, "rank": rank, "world": world}) for rank in range(world)]
@@ -74,10 +74,10 @@ class Group:
         ]
 
     def step(self) -> dict[str, float]:
-        """Times of the slowest.
+        """The times of the slowest process for one step.
 
         Raises:
-            RuntimeError: One of them has ended.
+            RuntimeError: A process has ended.
         """
         answers = []
         for process in self._processes:
@@ -93,7 +93,7 @@ class Group:
         return {key: max(answer[key] for answer in answers) for key in answers[0]}
 
     def close(self) -> None:
-        """Ends them."""
+        """Ends the processes."""
         for process in self._processes:
             process.stdin.close() if process.stdin is not None else None
             process.wait()

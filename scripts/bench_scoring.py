@@ -35,7 +35,7 @@ TOKEN_BUDGET = 1024
 
 
 def make_sequences(count: int, vocabulary: int, scored: int | None) -> tuple[list[TokenSequence], list[list[bool]]]:
-    """Random tokens, 16 to 96 of them; the last ``scored`` count, or all but the first."""
+    """Rows of 16 to 96 random tokens; the last ``scored`` of a row are scored, or all but the first."""
     draw = random.Random(0)
     sequences, masks = [], []
     for _ in range(count):
@@ -49,7 +49,7 @@ def make_sequences(count: int, vocabulary: int, scored: int | None) -> tuple[lis
 
 
 def forward_alone(model: Any, sequences: list[TokenSequence]) -> None:
-    """The batches of scoring, whose logits nobody looks at."""
+    """The forward pass alone, on the batches of scoring."""
     device = next(model.parameters()).device
     lengths = [len(sequence.input_ids) for sequence in sequences]
     order = sorted(range(len(sequences)), key=lambda index: (lengths[index], index))

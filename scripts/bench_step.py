@@ -2,8 +2,8 @@
 
 Started by scripts/bench_step. A logical step is k physical batches, then clipping, noise and AdamW. Weights and tokens
 are random. Every variant runs once in each repetition, in rotating order, on the same model object: its hooks go in
-before the clock starts and out after it stops. A ratio is the median of the repetitions' ratios, so a machine that slows
-down slows both sides. Peak memory is the allocator's on CUDA; on a CPU it is that of a process for each variant alone.
+before the clock starts and out after it stops. A ratio is the median of the repetitions' ratios, so a slower machine
+slows both sides. Peak memory is the allocator's on CUDA; on a CPU it is that of a separate process for each variant.
 
 Shape suffixes: R sequences of a physical batch, T tokens, V vocabulary.
 """
@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as dpllm.cli does; spinning threads would count as CPU time
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in dpllm.cli; spinning threads would count as CPU time
 
 import scaling
 import torch
@@ -53,11 +53,11 @@ from rich.table import Table
 from dpllm.model import processes
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
-warnings.filterwarnings("ignore", message="`gradient_checkpointing_")  # renamed within transformers 5
+warnings.filterwarnings("ignore", message="`gradient_checkpointing_")  # renamed during transformers 5
 
 ROOT = Path(__file__).resolve().parents[1]
 MEMORY_FLAG = "--measure-memory"
-# Small blocks of freed memory go back to the system too, so that the peak is that of live tensors.
+# Return small freed blocks to the system too, so that the peak is that of live tensors.
 MALLOC = {
     "MALLOC_MMAP_MAX_": "65536",
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -105,7 +105,7 @@ def timed(step: Step, batches: Batches, device: torch.device) -> dict[str, float
 def measure(
     bench: Bench, case: dict[str, Any], options: argparse.Namespace, deadline: float
 ) -> dict[str, dict[str, Any]]:
-    """Interleaved repetitions of one configuration, one behind the deadline; the first, a warm-up, is dropped."""
+    """Interleaved repetitions of one configuration until the deadline, at least one; the first, a warm-up, is dropped."""
     names, shape = options.variants, options.shape
     if case["mixed"]:
         names = [name for name in names if not name.startswith("opacus")]
@@ -126,7 +126,7 @@ def measure(
             try:
                 with attached(bench, name, checkpointing=case["checkpointing"], warm_up=warm_up) as step:
                     seen = timed(step, batches, bench.device)
-            except Exception as error:  # a variant that cannot do it is a result too
+            except Exception as error:  # a variant that fails is a result too
                 reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
                 results[name] = {"error": reason, **{raw: [] for raw in RAW}}
                 continue
@@ -147,7 +147,7 @@ def measure(
 
 
 def memory_alone(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Peak memory of one variant in a process of its own; empty where there is no /proc."""
+    """Peak memory of one variant in a separate process; empty without /proc."""
     if not Path("/proc/self/clear_refs").exists():
         return {}
     request = json.dumps(
@@ -164,7 +164,7 @@ def memory_alone(case: dict[str, Any], options: argparse.Namespace) -> dict[str,
 
 
 def memory_child(request: dict[str, Any]) -> int:
-    """Peak bytes of a second logical step over what the process held before the model was built."""
+    """Peak bytes of a second logical step, less the memory of the process before the model was built."""
 
     def status(key: str) -> int:
         match = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
@@ -172,7 +172,7 @@ def memory_child(request: dict[str, Any]) -> int:
         return 1024 * int(match[1])
 
     def step_twice(shape: str, rows: int, length: int) -> int:
-        """Returns what was held before the model; the peak is that of the second step."""
+        """Returns the memory before the model was built; afterwards the process's peak is that of the second step."""
         gc.collect()
         malloc_trim(0)
         before = status("VmRSS")
@@ -183,24 +183,24 @@ def memory_child(request: dict[str, Any]) -> int:
         with attached(bench, request["variant"], **settings) as step:
             gc.collect()
             malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak
             step(batches)
         return before
 
     malloc_trim = ctypes.CDLL(None).malloc_trim
-    step_twice("tiny", 1, 16)  # what libraries allocate on first use is not the variant's
+    step_twice("tiny", 1, 16)  # memory that libraries allocate on first use does not count
     before = step_twice(request["shape"], request["rows"], request["length"])
     return status("VmHWM") - before
 
 
 def ratio(over: dict[str, Any], under: dict[str, Any], raw: str) -> float | None:
-    """Median of the repetitions' ratios; None where one side has no numbers."""
+    """Median of the repetitions' ratios; None if one side has no numbers."""
     ratios = [numerator / denominator for numerator, denominator in zip(over[raw], under[raw], strict=False)]
     return statistics.median(ratios) if ratios else None
 
 
 def limit(bench: Bench, case: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
-    """What no step of this configuration can be faster than: its products at the rate that this device was seen to reach."""
+    """The lower limit of a step's time: the FLOPs of its matrix products at the rate measured on this device."""
     shape, tokens = scaling.Shape(*SHAPES[options.shape].values()), case["rows"] * case["length"]
     flops_per_token = scaling.flops_per_token(shape, case["length"], checkpointing=case["checkpointing"])
     dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
@@ -210,7 +210,7 @@ def limit(bench: Bench, case: dict[str, Any], options: argparse.Namespace) -> di
 
 
 def bars(result: dict[str, Any], *, memory: bool) -> list[dict[str, Any]]:
-    """The bars between the variants of one configuration; ``met`` is None where a side has no numbers."""
+    """The bars between the variants of one configuration; ``met`` is None if a side has no numbers."""
     lora, rows = result["method"] == "lora", []
     wanted = [
         ("dpllm", "non_private", "time_s", "<=", 1.03 if lora else 1.12),
@@ -321,7 +321,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.deadline = time.monotonic() + options.limit
     options.lengths = options.lengths or ([16, 32] if options.shape == "tiny" else [256, 1024])
-    # What ratios are over runs first; on a GPU it is what Trainer computes, since losses by chunks are slower there.
+    # The baseline of the ratios; on a GPU it is Trainer's loss, because losses in chunks are slower there.
     extra = [
         "hf_loss" if options.device == "cuda" else "non_private",
         *options.variants,
@@ -329,7 +329,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.fastdp:
         sys.path.append(str(options.fastdp.resolve()))
         extra += PEERS
-    options.variants = list(dict.fromkeys(extra))  # the baseline always runs: ratios are over it
+    options.variants = list(dict.fromkeys(extra))  # the baseline of the ratios always runs
     return options
 
 
@@ -385,7 +385,7 @@ def main(options: argparse.Namespace) -> int:
                 for name, values in result["variants"].items():
                     if reason := values["error"] or values.get("memory_error"):
                         console.print(f"{name}: {reason}", markup=False)
-                output.parent.mkdir(parents=True, exist_ok=True)  # each time: a run that is cut short leaves something
+                output.parent.mkdir(parents=True, exist_ok=True)  # each time, in case the run is interrupted
                 output.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         del bench
         gc.collect()  # before the next model is built

@@ -29,7 +29,7 @@ VISITS = ("clinic", "home", "phone", "urgent")
 
 
 def model(folder: Path) -> generate.Generator:
-    """The embedded model with a new adapter, loaded as an export is; it ends no text, so that each has as many tokens."""
+    """Loads the embedded model with a new adapter like an export; no text ends early, so that all have equal lengths."""
     wanted = ModelConfig(name_or_path="builtin:tiny")
     tuned = get_peft_model(loading.load_base(wanted, torch.device("cpu")), LoraConfig(task_type="CAUSAL_LM", r=8))
     tuned.save_pretrained(folder)

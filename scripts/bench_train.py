@@ -54,7 +54,7 @@ def main() -> None:
             ours, theirs = context.Pipe()
             process = context.Process(target=child, args=(variant, options, folder, theirs), daemon=True)
             process.start()
-            ours.recv()  # ready; one loads at a time
+            ours.recv()  # ready: variants load one after another
             running[variant] = ours
         seconds_of: dict[str, list[float]] = {variant: [] for variant in options.variants}
         for repetition in range(options.repetitions + 1):
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def write_rows(options: argparse.Namespace, path: Path) -> None:
-    """So many of the recipe's rows, in an order of chance that is always the same."""
+    """A fixed random selection of the recipe's rows."""
     from dpllm.recipe.config import load_config
     from dpllm.text import data
 
@@ -103,7 +103,7 @@ def report(options: argparse.Namespace, seconds_of: dict[str, list[float]], memo
 
 
 def child(variant: str, options: argparse.Namespace, folder: str, pipe: Connection) -> None:
-    """One variant: says that it is ready, and then how many seconds a row took, each time it is told to go on."""
+    """Runs one variant: reports that it is ready, then on each request the seconds per row."""
     from dpllm.model import memory
     from dpllm.recipe.config import load_config
 

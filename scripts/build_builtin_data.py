@@ -1,4 +1,4 @@
-"""Writes `builtin:clinic`: clinic notes that look private and are about nobody.
+"""Writes `builtin:clinic`: clinic notes that look private but describe invented patients.
 
     python scripts/build_builtin_data.py [--out dpllm/text/builtin/clinic]
 
@@ -34,18 +34,18 @@ from _clinic_text import (
 )
 from _grammar import Slot, expand, pick
 
-FAKER_VERSION = "40.54.0"  # another version has other name lists, hence other bytes
+FAKER_VERSION = "40.54.0"  # another version has other lists of names, so the bytes would differ
 SEED = 20_250_412
 TRAIN_PATIENTS, EVAL_PATIENTS = 640, 80
-PAIR_PATIENTS = 400  # of those that train: more would make the package large
+PAIR_PATIENTS = 400  # training pairs; more would make the package large
 NOTES_PER_PATIENT = (4, 5, 5, 6)
 SHORTEST, LONGEST = 85, 140  # characters: about 40 to 75 tokens of builtin:tiny
 CLINICIANS = 18
-YEAR = 2024  # in which the notes are set
+YEAR = 2024  # dates of the notes
 SAID_ONCE = ("phone", "mrn", "street", "employer", "med", "condition")
 MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
 
-# Faker calls these names; in running text they are words that public text also starts with.
+# Faker draws these as names, but they are also words with which public text starts.
 WORDS_NOT_NAMES = frozenset(
     ["April", "August", "Autumn", "Dawn", "Day", "Grace", "Hope", "June", "May", "Summer", "Will"]
 )
@@ -53,7 +53,7 @@ WORDS_NOT_NAMES = frozenset(
 
 @dataclass(frozen=True)
 class Patient:
-    """One invented person, and what a note may say about them."""
+    """One invented patient, and what a note may say about them."""
 
     patient_id: str
     facts: dict[str, str]
@@ -67,8 +67,8 @@ def entries(text: str) -> list[str]:
 def private_number(pattern: str, fake: faker.Faker) -> str:
     """Fills each # with a digit so that every run of four or more has an odd digit sum.
 
-    The public text that `builtin:tiny` is trained on holds even sums only, so the two share no
-    long number, and neither builder needs to look at the other's output.
+    The public text that `builtin:tiny` is trained on has even sums only, so the two share no
+    long number, and neither builder needs the other's output.
     """
     while True:
         text = fake.numerify(pattern)
@@ -77,7 +77,7 @@ def private_number(pattern: str, fake: faker.Faker) -> str:
 
 
 def short(draw: Callable[[], str], longest: int, forbidden: str = r"[,()/0-9]") -> str:
-    """Draws from Faker until the answer is short and plain enough for a note."""
+    """Draws from Faker until the result is short and plain enough for a note."""
     while True:
         text = draw()
         words = set(re.findall(r"\w+", text))
@@ -144,7 +144,7 @@ def make_patients(count: int, fake: faker.Faker, rng: Random) -> list[Patient]:
 
 
 def note_slots() -> dict[str, Slot]:
-    """The slots that are drawn anew in each note."""
+    """The slots that are redrawn for each note."""
     slots: dict[str, Slot] = {name: entries(text) for name, text in LISTS.items()}
     return slots | {
         "who": WHO,
@@ -161,7 +161,7 @@ def note_slots() -> dict[str, Slot]:
 
 
 def write_note(patient: Patient, slots: dict[str, Slot], rng: Random) -> dict[str, str]:
-    """Writes one note of between SHORTEST and LONGEST characters, and the kind of visit that its opening shows."""
+    """Returns one note of SHORTEST to LONGEST characters, and the kind of visit that its opening shows."""
     facts = patient.facts
     while True:
         opener, visit = pick(OPENERS, rng)
@@ -196,9 +196,9 @@ def build(train_patients: int, eval_patients: int) -> tuple[list[str], list[str]
 
 
 def pairs(lines: list[str]) -> list[str]:
-    """Preference pairs of the notes of one split: asked for one kind of visit, the note is preferred to one of another kind.
+    """Preference pairs of one split: the prompt asks for a kind of visit, and a note of that kind is the chosen answer.
 
-    Both are of one patient, who is the privacy unit of both. The wrong note is the patient's next one of another kind.
+    The rejected answer is the same patient's next note of another kind, so the patient is the privacy unit of the pair.
     """
     notes, preferences = [json.loads(line) for line in lines], []
     for place, note in enumerate(notes):
@@ -218,7 +218,7 @@ def files() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Writes both splits, and pairs of both."""
+    """Writes both splits and the preference pairs of both."""
     default = Path(__file__).resolve().parent.parent / "dpllm" / "text" / "builtin" / "clinic"
     parser = argparse.ArgumentParser(description="Write the embedded clinic notes.")
     parser.add_argument("--out", type=Path, default=default, help="directory for the two files")

@@ -46,8 +46,8 @@ PEAK_LEARNING_RATE, WARMUP_STEPS, WEIGHT_DECAY = 3e-3, 100, 0.1
 def train_tokenizer() -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE in which each digit is a token of its own.
 
-    Single digits make a random number cost the same wherever it stands, which the audits count on.
-    The tokenizer adds neither BOS nor EOS: whoever builds rows decides.
+    With single digits a random number has the same number of tokens in every context, which the audits assume.
+    The tokenizer adds neither BOS nor EOS: the code that builds rows decides.
     """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -93,7 +93,7 @@ def make_rows(tokenizer: PreTrainedTokenizerFast, count: int) -> torch.Tensor:
     """Packs documents, each closed by EOS, into rows of ROW_LENGTH tokens.
 
     Every row starts where a document starts, as rows do in fine-tuning, and half of them start with
-    BOS, so that the model can be prompted with it or without. What does not fit is dropped.
+    BOS, so that the model can be prompted with or without it. Text that does not fit is dropped.
     """
     rng, source = Random(SEED), documents(TRAIN_SEED)
     rows_BT: list[list[int]] = []
@@ -108,7 +108,7 @@ def make_rows(tokenizer: PreTrainedTokenizerFast, count: int) -> torch.Tensor:
 
 
 def train(model: LlamaForCausalLM, rows_NT: torch.Tensor, minutes: float) -> int:
-    """Makes one pass over the rows, or as much of it as the minutes allow.
+    """Makes one pass over the rows, or stops early when the minutes are over.
 
     Returns:
         The number of steps taken.
@@ -143,14 +143,14 @@ def train(model: LlamaForCausalLM, rows_NT: torch.Tensor, minutes: float) -> int
 def held_out_loss(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> float:
     """Returns the mean loss in nats per token on documents of another seed.
 
-    Each document is scored by itself, with its EOS and without BOS; its first token is given.
+    Each document is scored separately, with EOS and without BOS; its first token is not scored.
     """
     texts = list(islice(documents(HELD_OUT_SEED), HELD_OUT_DOCUMENTS))
     total, tokens = 0.0, 0
     for start in range(0, len(texts), ROWS):
         rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts[start : start + ROWS])["input_ids"]]
         longest = max(map(len, rows))
-        # Padding on the right: no position of a document can attend to it.
+        # Padding is on the right, so no position of a document attends to it.
         ids_BT = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
         logits_BTV = model(input_ids=ids_BT).logits
         total += functional.cross_entropy(
@@ -164,7 +164,7 @@ def held_out_loss(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -
 
 
 def model_card(parameters: int, loss: float, steps: int, minutes: float, cpu_minutes: float) -> str:
-    """Returns the README that goes beside the weights."""
+    """Returns the README of the weights' directory."""
     tokens = steps * ROWS * ROW_LENGTH / 1e6
     return f"""---
 license: apache-2.0
@@ -232,7 +232,7 @@ def main() -> None:
     print(f"{steps} steps in {minutes:.1f} minutes, held-out loss {loss:.3f} nats per token")
 
     model.save_pretrained(options.out)
-    (options.out / "model.safetensors").chmod(0o644)  # written as 0600, also into an installation
+    (options.out / "model.safetensors").chmod(0o644)  # save_pretrained sets mode 0600
     tokenizer.save_pretrained(options.out)
     card = model_card(parameters, loss, steps, minutes, cpu_minutes)
     (options.out / "README.md").write_text(card, encoding="utf-8")

@@ -1,9 +1,9 @@
-"""What choosing the best of a secret number of runs costs, beside other ways to pay: the figures of docs/concepts/selection.md.
+"""The cost of choosing the best of a secret number of runs, compared with alternatives: figures of docs/concepts/selection.md.
 
     python scripts/choice_costs.py     two tables, in ten seconds; needs no data and no model
 
-In: the E2E mechanism (N 4,160, batch 512, 24 steps, delta 1e-5, independent noise). Out: what one run may cost where a
-choice among three, ten or thirty of them in the mean costs epsilon 8; and what ten runs of epsilon 4 come to.
+In: the E2E mechanism (N 4,160, batch 512, 24 steps, delta 1e-5, independent noise). Out: the epsilon of one
+run if a choice among three, ten or thirty expected runs costs epsilon 8; and the epsilon of ten runs of epsilon 4.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ RUN = Mechanism(
 
 
 def run_of(target: float) -> Event:
-    """A run of this epsilon."""
+    """The event of a run with this epsilon."""
     return steps_event(noise_multiplier_for(target, DELTA, RUN.schedule, "zero_out"), RUN.schedule, 1, 1)
 
 
 def cost(event: Event, accountant: str = "pld") -> float:
-    """Its epsilon."""
+    """The epsilon of an event at DELTA."""
     return epsilon(event, DELTA, "zero_out", accountant)
 
 
 def simpler(run: Event, mean: float) -> float:
-    """The best of ten in the mean with e^c = e^h + (1 - gamma) delta(h) / gamma."""
+    """Epsilon of the best of ``mean`` expected runs with e^c = e^h + (1 - gamma) delta(h) / gamma."""
     loss, gamma = privacy_loss(parts_of(run), "zero_out", FINE_INTERVAL), selection.gamma_of(mean, DISTRIBUTION)
     heights = [step / 1000 for step in range(10_000)]
     ratios = (

@@ -1,12 +1,12 @@
-"""BLEU, NIST, ROUGE-L and CIDEr of texts as the E2E challenge defines them, beside what its own scripts say of the same texts.
+"""BLEU, NIST, ROUGE-L and CIDEr as the E2E challenge defines them, compared with the output of its own scripts.
 
     git clone https://github.com/tuetschek/e2e-metrics
     python scripts/e2e_metrics.py e2e-metrics eval.jsonl train.jsonl
 
 Its scripts need Java and their requirements.txt. BLEU is what ``dpllm compare --tasks`` computes; the others are computed here.
 
-Comes in: a clone, and files of rows with prompt and completion. Of every prompt with two references or more, the first is
-taken out as the text of a system; a second system drops words of it and shuffles some texts. Goes out: a line of each, a table.
+Comes in: a clone, and files of rows with prompt and completion. The first reference of every prompt with two or more is the
+text of one system; a second system drops words of it and shuffles some texts. Goes out: a table with a line for each system.
 
 References:
     Dusek, Novikova and Rieser 2020, "Evaluating the state-of-the-art of end-to-end natural language generation", section 3.
@@ -33,15 +33,15 @@ from dpllm.comparison.tasks import bleu, by_prompt
 
 Tokens = list[str]
 
-_PENALTY = math.log(0.5) / math.log(1.5) ** 2  # of NIST: a text of two thirds of the length counts half
-_BETA = 1.2  # of ROUGE-L in MS-COCO: how much more recall counts than precision
-_SIGMA = 6.0  # of CIDEr in MS-COCO: words, of the penalty for a difference in length
-# What the Penn treebank counts as words, without punctuation: "it doesn't cost £20-25." is it, does, n't, cost, £, 20-25.
+_PENALTY = math.log(0.5) / math.log(1.5) ** 2  # NIST: a text of two thirds of the references' length counts half
+_BETA = 1.2  # ROUGE-L in MS-COCO: weight of recall over precision
+_SIGMA = 6.0  # CIDEr in MS-COCO: width in words of the length penalty
+# Words as in the Penn treebank, without punctuation: "it doesn't cost £20-25." is it, does, n't, cost, £, 20-25.
 _WORDS = re.compile(r"n't\b|'(?:s|m|d|re|ve|ll)\b|[^\W_]+?(?=n't\b)|[^\W_]+(?:[-./&][^\W_]+|(?<=\d),\d+)*|[£$€%&]")
 
 
 def worse(text: str, generator: random.Random) -> str:
-    """The text without 15 % of its words; three of ten are shuffled too."""
+    """Drops each word with probability 15 %, and shuffles the words of three in ten texts."""
     remaining = [word for word in text.split() if generator.random() > 0.15]
     if generator.random() < 0.3:
         generator.shuffle(remaining)
@@ -49,7 +49,7 @@ def worse(text: str, generator: random.Random) -> str:
 
 
 def official(clone: Path, texts: list[str], references: list[list[str]]) -> list[float]:
-    """BLEU, NIST, ROUGE-L and CIDEr as the scripts print them; METEOR, which they print too, is left out."""
+    """BLEU, NIST, ROUGE-L and CIDEr as the challenge's scripts print them, without their METEOR."""
     with tempfile.TemporaryDirectory() as folder:
         references_file, texts_file = Path(folder, "references.txt"), Path(folder, "texts.txt")
         references_file.write_text("\n\n".join("\n".join(row) for row in references) + "\n", encoding="utf-8")
@@ -61,7 +61,7 @@ def official(clone: Path, texts: list[str], references: list[list[str]]) -> list
 
 
 def own(texts: list[str], references: list[list[str]]) -> list[float]:
-    """The same computed here, in the scripts' units."""
+    """The same four metrics computed here, in the scripts' units."""
     rouge, likeness = rouge_l(texts, references), cider(texts, references)
     return [
         bleu(texts, references)["value"] / 100,
@@ -72,7 +72,7 @@ def own(texts: list[str], references: list[list[str]]) -> list[float]:
 
 
 def nist(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Corpus NIST of up to five words: an n-gram counts by how rare its last word is behind the others in the references.
+    """Corpus NIST up to 5-grams: the weight of an n-gram is the information of its last word given the others.
 
     References:
         Doddington 2002, "Automatic evaluation of machine translation quality using n-gram co-occurrence statistics".
@@ -83,7 +83,7 @@ def nist(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     reference_counts: Counter[tuple[str, ...]] = Counter()
     for row in answers:
         for answer in row:
-            for n in range(6):  # of no words: one for each word, behind which it stands
+            for n in range(6):  # n = 0 counts all words, for the weights of 1-grams
                 reference_counts.update(_ngrams(answer, n))
 
     hits, counts, length, wanted = [0.0] * 5, [0] * 5, 0, 0.0
@@ -103,7 +103,7 @@ def nist(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
 
 
 def rouge_l(texts: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
-    """ROUGE-L of each text, 0..1: the best precision and the best recall over its references, recall weighed by 1.2.
+    """ROUGE-L of each text, 0..1: F-measure, with beta 1.2, of the best precision and the best recall over its references.
 
     References:
         Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries"; Chen et al. 2015 (arXiv 1504.00325), 3.3.
@@ -120,7 +120,7 @@ def rouge_l(texts: Sequence[str], references: Sequence[Sequence[str]]) -> list[f
 
 
 def cider(texts: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
-    """CIDEr of each text, 0..10: likeness to each reference in n-grams that the references of few other prompts have.
+    """CIDEr of each text, 0..10: mean similarity to its references in TF-IDF weighted n-grams.
 
     References:
         Vedantam et al. 2015, "CIDEr: Consensus-based Image Description Evaluation", with clipping and the penalty for length of
@@ -157,7 +157,7 @@ def words(text: str) -> Tokens:
 
 
 def _ngrams(tokens: Tokens, n: int) -> Counter[tuple[str, ...]]:
-    """How often each stands in a text; of no words at all, as often as there are words."""
+    """Counts of the n-grams of a text; for n = 0, the number of words."""
     return Counter(zip(*(tokens[start:] for start in range(n)), strict=False)) if n else Counter({(): len(tokens)})
 
 

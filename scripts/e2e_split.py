@@ -1,10 +1,10 @@
-"""The E2E challenge's development set in three files: what is trained on, what settings are chosen on, what is scored.
+"""Splits the E2E data into files for training, for choosing settings and for scoring.
 
     python scripts/e2e_split.py TRAIN.jsonl EVAL.jsonl OUT
 
 Rows are {prompt, completion, restaurant}; no prompt (meaning representation) of TRAIN.jsonl is in EVAL.jsonl. Every second prompt
-of EVAL.jsonl, in the order of their text, goes to choose.jsonl, the others to score.jsonl, with all their references. A newline
-ends each prompt. texts-train.jsonl and its like hold the completions as texts, with the food and area that their prompts name.
+of EVAL.jsonl, sorted by text, goes to choose.jsonl, the others to score.jsonl, each with all its references. A newline
+ends each prompt. The texts-*.jsonl files hold the completions as texts, with the food and area that their prompts name.
 """
 
 import json

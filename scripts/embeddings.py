@@ -49,11 +49,11 @@ for epsilon in epsilons:
     found["inertia"][epsilon] = [two.fit(given["rows"]).cluster_centers_.tolist() for _, two in fits]
 print(json.dumps(found))
 """
-"""What a Python with diffprivlib runs: its labels of the test rows, and its centres."""
+"""Program for a Python with diffprivlib: computes labels of the test rows, and centres."""
 
 
 def vectors(options: argparse.Namespace, source: str) -> tuple[Floats, list[str], Floats]:
-    """Vectors and labels of a file's rows, and the public centre."""
+    """Returns the vectors and labels of a file's rows, and the public centre."""
     config = DataConfig(train=source, max_length=options.max_length)
     key = digest({"encoder": options.encoder, "source": source, "max_length": options.max_length})[:16]
     with scratch() as folder:
@@ -85,7 +85,7 @@ def compare(options: argparse.Namespace) -> dict[str, dict[str, dict[str, list[f
         return float(np.mean([values[int(value)] == label for value, label in zip(chosen, truth, strict=True)]))
 
     def inertia(centres: Any) -> float:
-        """Mean squared distance to the nearest centre, over that to the mean."""
+        """Mean squared distance to the nearest centre, divided by the mean squared distance to the mean."""
         centres = embedded.within_ball(np.asarray(centres))
         spread = ((rows_RP - rows_RP.mean(axis=0)) ** 2).sum()
         return float(((rows_RP - centres[nearest(lattice(rows_RP), centres)]) ** 2).sum() / spread)
@@ -124,7 +124,7 @@ def compare(options: argparse.Namespace) -> dict[str, dict[str, dict[str, list[f
 
 
 def run_diffprivlib(options: argparse.Namespace, arrays: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What ``PROGRAM`` finds."""
+    """Runs ``PROGRAM`` and returns its figures."""
     with scratch() as folder:
         np.savez(folder / "given.npz", **arrays)
         command_arguments = map(str, (folder / "given.npz", options.clusters, options.runs, *EPSILONS))

@@ -1,9 +1,9 @@
-"""What runs in any order cost beside one final reservation: the tables and the figure of docs/measurements.md.
+"""The cost of runs in any order, compared with one final reservation: tables and figure of docs/measurements.md.
 
     python scripts/figure_gates.py            prints the tables, writes docs/figures/gates.png (about two minutes)
     python scripts/figure_gates.py --orders   prints what powers of the order in ``renyi.filter_order`` cost (about ten)
 
-The run throughout, but for --orders: sampling rate 0.02, 150 steps, delta 1e-5.
+Except with --orders, every run has sampling rate 0.02, 150 steps and delta 1e-5.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def event(noise_multiplier: float, runs: int = 1) -> dict:
 
 
 def equal_runs(budget: float, runs: int) -> tuple[float, float]:
-    """Noise of each of equal runs that take the whole budget: as one final group, and in any order, by the filter."""
+    """Noise multiplier of equal runs that use up the budget: as one final group, and in any order, by the filter."""
     exact = calibrate_noise_multiplier(budget, DELTA, RATE, runs * STEPS, "zero_out")
     order = filter_order(budget, DELTA)
     return exact, smallest_noise_multiplier(event, Fit(order, allowance(budget, DELTA, order) / runs))
 
 
 def many_runs(budget: float) -> tuple[int, int, int]:
-    """How many runs of noise 0.8 a budget admits: by sums of epsilons, by the filter, as one final group."""
+    """Number of runs of noise 0.8 that a budget admits: by summing epsilons, by the filter, as one final group."""
     alone = epsilon(event(NOISE), DELTA, "zero_out")
     order = filter_order(budget, DELTA)
     by_filter = int(allowance(budget, DELTA, order) / rdp(event(NOISE), order))
@@ -45,7 +45,7 @@ def many_runs(budget: float) -> tuple[int, int, int]:
 
 
 def orders() -> None:
-    """What the order of each power costs in noise beside the best order for the same runs: at most, and on average."""
+    """Prints the extra noise of each power's order over the best order for the same runs: maximum and mean."""
     for power in (1.0, 1.2, 1.4, 1.6, 1.8, 2.0):
         more = []
         for budget in (0.5, 1, 3, 8, 16, 50):

@@ -1,4 +1,4 @@
-"""The README's figure: what a real model learns and gives away at epsilon 3, 8 and without privacy, one row of panels.
+"""Draws the README's figure: utility and leakage of a real model at epsilon 3, 8 and without privacy, in one row of panels.
 
     python scripts/figure_readme.py           writes docs/figures/real-model.png
 

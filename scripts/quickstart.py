@@ -1,6 +1,6 @@
-"""The main job on the embedded model and data: train with and without differential privacy, audit, compare, card.
+"""The main workflow on the embedded model and data: train with and without differential privacy, audit, compare, card.
 
-Started by scripts/quickstart. Prints the command that does the same with each part, so that it can be typed alone.
+Started by scripts/quickstart. Prints the equivalent dpllm command of each part.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as dpllm.cli does, before torch is imported
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # rows of so small a model take half as long again on two threads
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in dpllm.cli, before torch is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # with so small a model, two threads take half as long again
 RECIPE = "recipes/smoke/clinic.yaml"
 
 
 def typing(console: Console, command: str) -> None:
-    """Shows what to type, whole, so that it can be copied."""
+    """Shows a command on one line, so that it can be copied."""
     console.print(f"\n[bold]$ {command}[/]", soft_wrap=True, highlight=False)
 
 
 def dpllm_(*command: str) -> tuple[str, subprocess.CompletedProcess[str]]:
-    """What is typed, and what came of it."""
+    """Runs a command; returns it as a line, and the finished process."""
     done = subprocess.run(
         [sys.executable, "-m", "dpllm", *command],
         stdout=subprocess.PIPE,
@@ -52,7 +52,7 @@ def main(output: Path) -> None:
     baseline, private = RunDir(output / "baseline"), RunDir(output / "dp")
     ledger = ["--privacy.ledger", str(output / "ledger.sqlite")]
     alone = ["train", RECIPE, "--overwrite", "--privacy.enabled", "false", *ledger, "--output_dir", str(baseline.root)]
-    with ThreadPoolExecutor(1) as executor:  # in processes of their own, on the other core
+    with ThreadPoolExecutor(1) as executor:  # in separate processes, on the other core
         baseline_work = executor.submit(
             lambda: [dpllm_(*command) for command in (alone, ["audit", str(baseline.root)])]
         )

@@ -1,10 +1,10 @@
-"""Writes into the gallery's recipes what ``dpllm plan --model --device h100`` says of them.
+"""Writes the figures of ``dpllm plan --model --device h100`` into the gallery's recipes.
 
     python scripts/recipe_heads.py
 
 Comes in: recipes whose head has a line "# For 42,061 rows: ...", and the shapes in recipes/configs. Goes out: the same line with
-guarantee and memory of today's planner; what follows "by plan." is kept, so that a measurement stands there once it
-was made. Needs no network, no weights and no GPU. The tests hold every such line against ``head``.
+guarantee and memory from the current planner; text after "by plan." is kept, because it may report a measurement. Needs no
+network, no weights and no GPU. The tests compare every such line with ``head``.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ NOT_MEASURED = " Not measured."
 
 
 def gallery() -> list[Path]:
-    """The recipes whose head is written here."""
+    """The recipes with a head that is written here."""
     recipes = sorted((ROOT / "recipes").rglob("*.yaml"))
     return [path for path in recipes if HEAD.search(path.read_text(encoding="utf-8"))]
 
 
 def shape_of(path: Path) -> Path:
-    """The folder in recipes/configs with the shape of a recipe's model."""
+    """The folder in recipes/configs with the configuration of a recipe's model."""
     return ROOT / "recipes" / "configs" / Path(load_config(path).model.name_or_path).name
 
 
 def planned(path: Path, folder: Path) -> dict[str, Any]:
-    """What the planner says of a recipe: its model by its shape, its data by one row and their declared number.
+    """The plan of a recipe, from the configuration of its model, one row, and the declared number of rows.
 
     Args:
         path: A recipe of ``gallery``.
-        folder: For that row, and for what the planner remembers.
+        folder: For that row and the ledger.
     """
     text = path.read_text(encoding="utf-8")
     data = load_config(path).data
@@ -68,7 +68,7 @@ def planned(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def head(text: str, plan: dict[str, Any]) -> str:
-    """A recipe with what was planned in its head."""
+    """A recipe with the planned figures in its head."""
     promise = "without differential privacy"
     if plan.get("epsilon"):
         promise = f"epsilon {plan['epsilon']:.2f}, noise multiplier {plan['noise_multiplier']:.2f}"

@@ -1,10 +1,10 @@
-"""Writes the tables of docs/ that the code knows: keys of a recipe, exit codes, metrics.
+"""Writes the tables of docs/ that are generated from code: keys of a recipe, exit codes, metrics.
 
     python scripts/reference.py              writes the tables
     python scripts/reference.py --fields     prints every field of privacy.json: name, type, meaning
 
-Comes in: types with their docstrings, and the metrics of a run and a ledger that are made up here. Goes out: the same pages, with
-what stands between ``<!-- table: NAME -->`` and ``<!-- /table -->`` replaced. A test holds the pages against ``written``.
+Comes in: types with their docstrings, and the metrics of an invented run and ledger. Goes out: the same pages, with the text
+between ``<!-- table: NAME -->`` and ``<!-- /table -->`` replaced. A test compares the pages with ``written``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def one_line(text: str) -> str:
 
 
 def privacy_fields() -> list[tuple[str, str, str]]:
-    """Every field of a statement with a guarantee, with what stands in one without beside it: dotted name, type, meaning."""
+    """Every field of a statement with a guarantee, and the extra fields of one without: dotted name, type, meaning."""
     parts = privacy_record.schema()["$defs"]
     without = [row for row in _fields(parts, "NotGuaranteed") if row[0] in ("reason", "attempted")]
     first = [row for row in _fields(parts, "Guaranteed") if row[0] in ("schema_version", "guarantee")]
@@ -45,18 +45,18 @@ def privacy_fields() -> list[tuple[str, str, str]]:
 
 
 def _fields(parts: Json, name: str, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Those of one part; <name> stands for the names of a map."""
+    """The fields of one part; <name> is a placeholder for the keys of a map."""
     for key, field in parts[name]["properties"].items():
         place, (target, kind) = f"{prefix}{key}", resolved(parts, field)
         yield place, kind, one_line({**target, **field}["description"])
         inner = [target, *(resolved(parts, one)[0] for one in target.get("patternProperties", {}).values())]
-        for one in inner if place not in ("attempted", "audit.repeated", "audit.sampling") else ():  # more of the same
+        for one in inner if place not in ("attempted", "audit.repeated", "audit.sampling") else ():  # repetitions
             if one.get("properties"):
                 yield from _fields(parts, one["title"], f"{place}." if one is target else f"{place}.<name>.")
 
 
 def resolved(parts: Json, field: Json) -> tuple[Json, str]:
-    """What a field refers to, null aside, and its types in words."""
+    """The schema that a field refers to, without null, and its types in words."""
     kinds = [parts[one["$ref"].rsplit("/", 1)[1]] if "$ref" in one else one for one in field.get("anyOf", [field])]
     target = next(kind for kind in kinds if kind.get("type") != "null")
     return target, " or ".join(dict.fromkeys(kind["type"] for kind in kinds))
@@ -78,7 +78,7 @@ def recipe_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterato
 
 
 def _allowed(field: Json) -> str:
-    """The values of a key in words."""
+    """The allowed values of a key, in words."""
     if "anyOf" in field:
         return " or ".join(_allowed(one) for one in field["anyOf"])
     if "enum" in field or "const" in field:
@@ -103,7 +103,7 @@ def short(row: tuple[str, str, str, str]) -> tuple[str, str, str]:
 
 
 def _value(value: Any) -> str:
-    """As YAML has it; a large number by its power of two."""
+    """A value as in YAML; a large number as a power of two."""
     if isinstance(value, int) and value > 2**64:
         return f"2^{value.bit_length() - 1}"
     return json.dumps(value) if value is None or value == "" or isinstance(value, bool) else str(value)
@@ -113,7 +113,7 @@ def _value(value: Any) -> str:
 
 
 def exit_codes() -> list[tuple[str, str, str]]:
-    """Of the command line: code, error, meaning."""
+    """Exit codes of the command line: code, error, meaning."""
     error_types = [
         error_type
         for error_type in vars(errors).values()
@@ -155,7 +155,7 @@ def metric_families() -> list[tuple[str, str, str]]:
 
 
 def coded(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Rows whose first cell is a name."""
+    """Rows with their first cell formatted as code."""
     return ((f"`{name}`", *columns) for name, *columns in rows)
 
 
@@ -167,7 +167,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[tuple[str, ...]]]
 
 
 def table(name: str) -> str:
-    """One of the tables as Markdown, or a list where it has no columns."""
+    """A table as Markdown, or a list if it has no columns."""
     columns, rows = TABLES[name]
     if not columns:
         return "\n".join(f"- `{name}` ({column}): {meaning}" for name, column, meaning in rows())
@@ -178,12 +178,12 @@ def table(name: str) -> str:
 
 
 def written(text: str) -> str:
-    """A page with its tables as the code has them."""
+    """A page with its tables generated anew."""
     return MARKED.sub(lambda match: f"{match[1]}\n{table(match[2])}\n\n{match[3]}", text)
 
 
 def pages() -> list[Path]:
-    """Those with such a table."""
+    """The pages with a generated table."""
     return [page for page in sorted(DOCS.rglob("*.md")) if MARKED.search(page.read_text(encoding="utf-8"))]
 
 

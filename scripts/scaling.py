@@ -18,24 +18,24 @@ from pathlib import Path
 from typing import Any
 
 GPU_MEMORY = 80e9  # of an A100 or H100
-MEMORY_SHARE = 0.9  # as dpllm.model.memory: the rest is for allocators and kernels
+MEMORY_SHARE = 0.9  # as in dpllm.model.memory: the rest is for allocators and kernels
 
 # The engine.
 RANK = 16  # of LoRA, on every linear layer of the blocks
-STATE = 32  # bytes for a trainable number: itself 4, AdamW's moments 8, the sum in float64 8, what is released 4, and
-# 8 that AdamW holds while it updates
-UNIT_GRADIENTS = 4  # bytes for a trainable number and row: its gradient in float32, until the row's norm is known
+STATE = 32  # bytes per trainable number: itself 4, AdamW's moments 8, the sum in float64 8, the noisy sum 4, and
+# 8 temporary bytes of AdamW's update
+UNIT_GRADIENTS = 4  # bytes per trainable number and row: its gradient in float32, until the row's norm is known
 CHUNK = 2**26 * 6  # bytes: logits of one chunk (dpllm.privacy.loss) and their float32 copy
-# Bytes that a block keeps for the backward pass, for each token: of width, of inner width, of the keys' width, of LoRA's rank.
-# Read off transformers' Llama in bf16 (tests/run/test_scaling.py compares them with dpllm.run.footprint).
+# Bytes that a block keeps for the backward pass, per token and unit of: width, inner width, the keys' width, LoRA's rank.
+# Derived from transformers' Llama in bf16 (tests/run/test_scaling.py compares them with dpllm.run.footprint).
 KEPT = 36, 10, 4, 28
-RECOMPUTED = 2  # bytes for each token, block and unit of width that checkpointing keeps in place of that
-LAST = 6  # bytes for each token and unit of width: the last norm and what comes out of it
+RECOMPUTED = 2  # bytes per token, block and unit of width that checkpointing keeps instead
+LAST = 6  # bytes per token and unit of width: the last norm and its output
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder as Llama, Mistral and Qwen have it: gated MLP, grouped keys and values, no biases worth counting."""
+    """A decoder such as Llama, Mistral or Qwen: gated MLP, grouped keys and values, negligible biases."""
 
     blocks: int
     width: int
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def kv_width(self) -> int:
-        """Of all keys of a token."""
+        """Width of all keys of a token."""
         return self.width // self.heads * self.kv_heads
 
     @property
@@ -57,17 +57,17 @@ class Shape:
 
     @property
     def head(self) -> int:
-        """Weights of the output head; the embedding has as many."""
+        """Weights of the output head, and equally of the embedding."""
         return self.vocabulary * self.width
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, norms left out."""
+        """Weights of the whole model without norms."""
         return self.blocks * self.block + self.head * (1 if self.tied else 2)
 
     @property
     def trainable(self) -> int:
-        """Of LoRA: rank times (inputs + outputs) of each of seven layers."""
+        """Weights of LoRA: rank times (inputs + outputs) of each of seven layers per block."""
         attention = 2 * 2 * self.width + 2 * (self.width + self.kv_width)
         return self.blocks * RANK * (attention + 3 * (self.width + self.inner))
 
@@ -83,10 +83,10 @@ SHAPES = {
 
 
 def flops_per_token(shape: Shape, length: int, *, checkpointing: bool) -> float:
-    """Of one token of a row of ``length``, forward and backward, clipping included.
+    """FLOPs per token of a row of ``length``: forward, backward and clipping.
 
-    Forward 2 P for P weights in products, and as much backward for the gradient of the activations; frozen weights need none
-    of their own. LoRA needs 2 P_lora more for its gradients, which each row keeps apart: the same products, not added up.
+    The forward pass costs 2 P for P weights in products, and the gradient of the activations as much; frozen weights have no
+    gradient. LoRA's gradients cost 2 P_lora more; keeping them per row needs the same products, without the sum over rows.
     Attention takes 4 T d a block, and 2.5 times that backward, where a fused kernel computes the weights once more.
     Checkpointing computes the blocks' forward pass once more.
     """
@@ -104,9 +104,9 @@ def memory(shape: Shape, length: int, rows: int, *, checkpointing: bool, shards:
         shape: The model.
         length: T.
         rows: R.
-        checkpointing: Blocks keep their input, and one of them at a time all that it needs.
-        shards: Processes over which the base is cut; 1: whole on each. Two blocks are whole at a time, one that computes
-            and the next; so are embedding and head.
+        checkpointing: Blocks keep only their input; one block at a time keeps everything for its backward pass.
+        shards: Processes over which the base is sharded; 1: not sharded. Two blocks are whole at a time, the one that
+            computes and the next; so are embedding and head.
     """
     saved_widths = [shape.width, shape.inner, shape.kv_width, RANK]
     block = sum(size * bytes_ for size, bytes_ in zip(saved_widths, KEPT, strict=True))
@@ -126,13 +126,13 @@ def memory(shape: Shape, length: int, rows: int, *, checkpointing: bool, shards:
 
 
 def rows_that_fit(shape: Shape, length: int, *, checkpointing: bool, shards: int = 1) -> int:
-    """The largest R, 0 for none: every part of the memory is linear in R."""
+    """The largest R that fits, 0 for none; every part of the memory is linear in R."""
     none, one = (sum(memory(shape, length, r, checkpointing=checkpointing, shards=shards).values()) for r in (0, 1))
     return max(0, int((GPU_MEMORY * MEMORY_SHARE - none) // (one - none)))
 
 
 def memory_table(length: int) -> str:
-    """What one GPU holds, in GB, and how many rows fit one GPU and eight."""
+    """Memory of one GPU in GB, and the number of rows that fit on one GPU and on eight."""
     lines = [
         f"| T = {length} | base | cut over 8 | LoRA | a row | a row, checkpointing | rows on 1 GPU | rows on each of 8, cut |",
         "|---|---|---|---|---|---|---|---|",
@@ -155,15 +155,15 @@ def memory_table(length: int) -> str:
 
 
 def tables() -> str:
-    """The tables of docs/howto/several-gpus.md, with an empty line between them."""
+    """The tables of docs/howto/several-gpus.md, separated by an empty line."""
     return "\n\n".join(map(memory_table, (512, 2048)))
 
 
 def check(report: dict[str, Any]) -> list[str]:
-    """Lines of a table: products at the measured matrix rate, over what a step took.
+    """Lines of a table: time of the products at the measured matrix rate, divided by the time of a step.
 
     Args:
-        report: As bench_step writes it.
+        report: The JSON that bench_step writes.
     """
     clock = "cpu_time_s" if report["settings"]["device"] == "cpu" else "time_s"  # other processes take time from a CPU
     lines = []

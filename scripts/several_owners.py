@@ -42,7 +42,7 @@ def write_mail(path: Path) -> None:
 
 
 def measure(folder: Path, max_rows: int, noise: float | None, steps: int, runs: int) -> dict[str, Any]:
-    """Trains on the rows that are kept, ``most`` of each owner, at this noise or, with None, at that of the target."""
+    """Trains on the kept rows, at most ``most`` per owner, at this noise, or with None at the noise for the target."""
     output = folder / f"{max_rows}-{noise}"
     changes = {
         "data.train": str(folder / "mail.jsonl"),

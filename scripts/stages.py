@@ -1,9 +1,9 @@
-"""How the processor time of a recipe's steps divides into stages, and its peak memory.
+"""Processor time of a recipe's steps by stage, and their peak memory.
 
     python scripts/stages.py recipes/smollm/smollm2-135m-e2e.yaml --train.steps 2 --train.batch_size 120 --output_dir runs/x
 
-Trains as ``dpllm train`` does, under cProfile with the processor time of all threads, so that other work on the machine moves the
-stages little; seconds are those of a busy processor, not of a clock. Batches are drawn by another thread, and are not counted.
+Trains as ``dpllm train`` does, under cProfile with the processor time of all threads, so that other work on the machine has
+little effect on it. Seconds are processor time, not wall-clock time. Another thread draws the batches, which is not counted.
 """
 
 import cProfile
@@ -15,7 +15,7 @@ from dpllm.cli import main
 from dpllm.model.memory import peak_memory
 from dpllm.run import loop
 
-STAGES = {  # what is printed: a file of the package and the functions in it
+STAGES = {  # label of a stage: a file of the package and functions in it
     "steps, all of them": ("run/loop.py", "_take_steps"),
     "forward pass and losses": ("privacy/engine.py", "losses"),
     "head and losses, of that": ("privacy/loss.py", "fused_losses"),
@@ -34,7 +34,7 @@ def run(arguments):
     profile, steps = cProfile.Profile(time.process_time), loop._take_steps
     loop._take_steps = lambda *step_arguments: profile.runcall(
         steps, *step_arguments
-    )  # and neither the self-check nor evaluations
+    )  # without the self-check and evaluations
     code = main(["train", *arguments])
     seconds = {}
     for (path, _, function), (*_, cumulative, _) in pstats.Stats(profile).stats.items():

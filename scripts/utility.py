@@ -46,7 +46,7 @@ FIGURES = (" by ", "with 8 words")
 
 
 def keys(words: list[str]) -> Json:
-    """``["privacy.epsilon=8"]`` as changes of a recipe."""
+    """Changes of a recipe by dotted key, from words such as ``["privacy.epsilon=8"]``."""
     if wrong := next((word for word in words if "=" not in word), None):
         raise SystemExit(f"{wrong!r} sets nothing; type KEY=VALUE, such as privacy.epsilon=8")
     return {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words)}
@@ -71,7 +71,7 @@ def read(options: argparse.Namespace, folder: Path, own: Json, seed: int) -> Run
 
 
 def run(options: argparse.Namespace, name: str, own: Json, seed: int) -> Json:
-    """One run."""
+    """Trains one run and returns its figures."""
     with tempfile.TemporaryDirectory() as folder:
         config = read(options, Path(folder), own, seed)
         record = train(config, Start(), console=Console(quiet=True))
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace, name: str, own: Json, seed: int) -> Json:
 
 
 def write(run: RunDir, config: RunConfig, count: int, seed: int) -> Json:
-    """What a classifier learns from texts that the model writes, of which none is dropped, and what they repeat."""
+    """Figures of generated texts, all of them kept: what a classifier learns from them, and what they repeat."""
     write_card(run)
     table, columns = load_table(str(config.data.eval), config.data, None, run.private / "cache"), config.data.control
     choice, generator = random.Random(seed), generate.load(run.root)
@@ -124,7 +124,7 @@ def _mean(values: list[float]) -> str:
 
 
 def main() -> None:
-    """Runs what is missing."""
+    """Trains the runs that the output does not hold yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--output", type=Path, required=True)
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--variant", nargs="+", action="append", required=True, metavar=("NAME", "KEY=VALUE"))
     options = parser.parse_args()
-    changes = json.loads(json.dumps(without_paths(keys(options.set))))  # as the output has it: keys are strings
+    changes = json.loads(json.dumps(without_paths(keys(options.set))))  # as in the output, where keys are strings
     settings = {"recipe": options.recipe.name, "set": changes, "half": options.half} | (
         {"rows": options.rows} if options.rows else {}
     )
@@ -153,7 +153,7 @@ def main() -> None:
 
 
 def _is_held(held: list[Json], name: str, own: Json, seed: int) -> bool:
-    """Whether a run is there, of the same changes."""
+    """Whether the output holds this run with the same changes."""
     held_changes = [row["changes"] for row in held if (row["variant"], row["seed"]) == (name, seed)]
     if held_changes and held_changes[0] != without_paths(own):
         raise SystemExit(f"{name!r} of seed {seed} was run with {held_changes[0]}; give the variant another name")

@@ -1,6 +1,5 @@
-"""Runs side by side: what is read of each, its figures, how they are shown; and a sweep, which makes the runs.
+"""Comparison of runs: their figures, and how they are shown; also sweeps and choices, which train the runs.
 
-Comes in: run directories. Goes out: JSON, a table, Markdown, pictures. But for ``sweep.py`` and ``tasks.py``, which train and
-score, it must not know torch, a model or any row of data; ``compare.py`` alone reads files of the runs, and alone decides what
-may be published.
+Comes in: run directories. Goes out: JSON, a table, Markdown, pictures. Except for the modules that train or score runs, it must
+not know torch, a model or any row of data. Of the others, only ``compare.py`` reads files of runs and decides what to publish.
 """

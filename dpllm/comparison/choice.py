@@ -1,7 +1,7 @@
-"""A choice among a secret number of runs, as fixed before the first run: settings, their noise, and the cost.
+"""Plans a choice among a secret number of runs: the settings, their noise and the cost, all fixed before the first run.
 
-Comes in: a recipe whose ``privacy.epsilon`` is that of the choice, and lists of values for some of its keys. Goes out: a
-``Choice``, which ``dpllm plan --choose`` prints and ``comparison.choose`` trains. Draws and writes nothing.
+Comes in: a recipe whose ``privacy.epsilon`` is the cost of the whole choice, and lists of values for some of its keys. Goes out:
+a ``Choice``, which ``dpllm plan --choose`` prints and ``comparison.choose`` trains. Draws and writes nothing.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ EXAMPLE = "--choose --mean-runs 10 --over 'train.learning_rate: [0.001, 0.002, 0
 DISTRIBUTION = "logarithmic"
 MAX_SETTINGS = 16
 FREE_KEYS = ("privacy.max_grad_norm", "privacy.clipping", "privacy.noise", "privacy.bands")
-"""Keys that settings may differ in, besides those of train and adapter; the recipe sets all others."""
+"""Keys in which settings may differ, besides those of train and adapter; the recipe sets all other keys."""
 SCORE_KEYS = ("train.objective", "train.beta", "train.label_smoothing")
-"""Keys that would change the meaning of the score."""
-COARSE_INTERVAL = 1e-3  # step of the privacy loss during the search for the noise: ten times faster
-TOLERANCE = 2e-3  # of the target, by which the choice may cost less
+"""Keys in which settings may not differ, because they change the meaning of the score."""
+COARSE_INTERVAL = 1e-3  # of the discretised privacy loss while searching for the noise: ten times faster
+TOLERANCE = 2e-3  # fraction of the target by which the choice may cost less
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One that a run may draw."""
+    """A setting that a run may draw."""
 
     values: dict[str, Any]  # key -> value
     config: RunConfig  # with the noise that makes the choice cost the recipe's epsilon
-    mechanism: Mechanism  # what one run of it does
+    mechanism: Mechanism  # of one run with this setting
 
     @property
     def epsilon(self) -> float:
-        """What one run would cost, were it released alone."""
+        """The epsilon of one run if it were released alone."""
         run = self.mechanism
         return accounting.epsilon(run.event_of_steps, run.delta, run.neighbouring_relation)
 
@@ -60,7 +60,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Choice:
-    """All that is fixed before the first run."""
+    """Everything that is fixed before the first run."""
 
     config: RunConfig  # the recipe
     settings: tuple[Setting, ...]
@@ -69,22 +69,22 @@ class Choice:
 
     @cached_property
     def event(self) -> RepeatAndSelect:
-        """What the best run costs."""
+        """The privacy event of releasing the best run."""
         runs = tuple(setting.mechanism.event_of_steps for setting in self.settings)
         return RepeatAndSelect(runs, self.mean, DISTRIBUTION)
 
     @cached_property
     def plan(self) -> Plan:
-        """What the best run promises, if it has the first setting; what the choice costs is the same for all."""
+        """The Plan of the best run if it has the first setting; the cost of the choice is the same for every setting."""
         return Plan.of(self.settings[0].mechanism, self.event)
 
     @property
     def request(self) -> RunRequest:
-        """What is asked of the dataset's ledger: one release."""
+        """The request to the dataset's ledger: one release."""
         return replace(RunRequest.of(self.plan, final=self.config.privacy.final), num_steps=1)
 
     def to_json(self) -> dict[str, Any]:
-        """What there is to know before it is reserved."""
+        """The figures of the choice before it is reserved."""
         return {
             "epsilon": self.plan.epsilon,
             "delta": self.plan.delta,
@@ -103,7 +103,7 @@ class Choice:
         }
 
     def in_words(self) -> dict[str, str]:
-        """The same for a table."""
+        """The figures as rows of a table: label -> text."""
         figures, target = self.to_json(), self.config.privacy.epsilon
         rows = {
             "epsilon of the choice": f"{self.plan.epsilon:.4f} at delta {self.plan.delta:g} (target {target:g})",
@@ -119,14 +119,14 @@ class Choice:
 
 
 def plan_choice(recipe: str | Path, overrides: Mapping[str, Any], over: str, mean: float) -> Choice:
-    """Reads settings, and calibrates their noise so that the choice among their runs costs the recipe's epsilon.
+    """Reads the settings and calibrates their noise so that the choice among their runs costs the recipe's epsilon.
 
     Args:
         recipe: YAML file.
         overrides: Dotted key -> value.
         over: Lists of values by key, such as ``train.learning_rate: [0.001, 0.002]; train.batch_size: [256, 512]``; the settings
             are all combinations.
-        mean: Of the number of runs, above 1.
+        mean: Expected number of runs, above 1.
 
     Raises:
         ConfigError: The recipe, the lists or the data cannot be used for a choice.
@@ -143,7 +143,7 @@ def plan_choice(recipe: str | Path, overrides: Mapping[str, Any], over: str, mea
     subject = read_subject(config)
     with ledger.open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
         largest_delta = dataset_policy.terms(book, subject.dataset, config.privacy.derived_from)["largest_delta"]
-    # Bands are chosen for this epsilon of one run, and stay.
+    # The number of bands is chosen for this epsilon of one run, and then kept.
     guess = {**subject.resolved, "privacy.epsilon": 0.7 * config.privacy.epsilon}
     guesses = [mechanism_of(each.changed(guess), subject.num_units, largest_delta=largest_delta) for each in configs]
     runs = calibrated(guesses, mean, config.privacy.epsilon)
@@ -154,10 +154,10 @@ def plan_choice(recipe: str | Path, overrides: Mapping[str, Any], over: str, mea
 
 
 def parse_settings(over: str) -> list[dict[str, Any]]:
-    """All combinations of the lists of ``--over``, in their order.
+    """All combinations of the lists in ``--over``, in the order of the lists.
 
     Raises:
-        ConfigError: It is no such list, names a key that settings may not differ in, or has fewer than two combinations.
+        ConfigError: A list cannot be read, a key may not differ, or there are too few, too many or repeated combinations.
     """
     lists: dict[str, list[Any]] = {}
     for part in filter(str.strip, over.split(";")):
@@ -187,7 +187,7 @@ def parse_settings(over: str) -> list[dict[str, Any]]:
 
 
 def _check_recipe(config: RunConfig, recipe: str | Path) -> None:
-    """Refuses what a choice cannot be made of."""
+    """Refuses a recipe that does not allow a choice."""
     privacy, data = config.privacy, config.data
     private = data.eval is not None and not data.eval_public
     problems = (
@@ -226,7 +226,7 @@ def _check_recipe(config: RunConfig, recipe: str | Path) -> None:
 
 
 def calibrated(mechanisms: list[Mechanism], mean: float, target: float) -> list[Mechanism]:
-    """Runs of one epsilon each, about the largest at which choosing among them meets the target."""
+    """Calibrates every mechanism to one epsilon per run: about the largest at which the choice among them meets the target."""
     low, high, guess, runs = 0.0, target, 0.7 * target, list[Mechanism]()
     while high - low > 1e-4 * target:
         candidates = [_with_epsilon(run, guess, target) for run in mechanisms]

@@ -1,13 +1,13 @@
-"""The best of a secret number of runs: one run directory, as ``dpllm train`` writes one, whose epsilon counts the choice.
+"""Releases the best of a secret number of runs: a run directory as of ``dpllm train``, whose epsilon covers the choice.
 
-Comes in: a ``Choice``. Goes out: the run with the lowest loss on public rows. Each run keeps its steps in a ledger below
-private/, which is deleted with the other runs; the dataset's ledger holds one reservation, which is closed before the number of
-runs is drawn. run/loop.py trains the runs.
+Comes in: a ``Choice``. Goes out: the run with the lowest loss on public rows. Each run records its steps in a ledger in private/,
+which is deleted with the other runs. The dataset's ledger holds one reservation, which is closed before the number of runs is
+drawn. run/loop.py trains the runs.
 
 Guarantee:
-    What is released is (epsilon, delta)-differentially private, at the epsilon of its Plan, for whoever does not know how many
-    runs there were (``dpllm.privacy.selection``): if the rows of the score are public, and nothing else of the runs leaves, be it
-    a file in private/, a log, or a time that tells how long the choice took.
+    The released run is (epsilon, delta)-differentially private, at the epsilon of its Plan, against anyone who does not know the
+    number of runs (``dpllm.privacy.selection``). This requires that the rows of the score are public, and that nothing else of
+    the runs is revealed: no file in private/, no log, and no time that tells how long the choice took.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Draws:
-    """The drawn number of runs, their settings and tie-breakers, and their scores; only in private/."""
+    """The settings, tie-breakers and scores of the drawn number of runs. Stored only in private/."""
 
-    settings: list[int]  # of each run, the index of its setting
-    ties: list[int]  # of each run, a secret random number: of two equal scores, the smaller one wins
-    scores: list[float | None]  # of the runs that ended, by their number; None of one that failed
+    settings: list[int]  # for each run, the index of its setting
+    ties: list[int]  # for each run, a secret random number; the smaller one breaks a tie of scores
+    scores: list[float | None]  # of the runs that ended, in order; None for a run that failed
 
     @classmethod
     def drawn(cls, settings: int, mean: float) -> Draws:
-        """Draws from the operating system's entropy."""
+        """Draws the runs with the operating system's entropy. ``mean``: the expected number of runs."""
         runs = selection.draw(mean, DISTRIBUTION, secrets.randbits(53) / 2**53)
         return cls([secrets.randbelow(settings) for _ in range(runs)], [secrets.randbits(128) for _ in range(runs)], [])
 
     @property
     def best(self) -> int:
-        """The number of the run with the lowest score so far; those that failed come last."""
+        """The number of the run with the lowest score so far; failed runs rank last."""
         return min(range(len(self.scores)), key=self._place)
 
     def _place(self, run: int) -> tuple[bool, float, int]:
@@ -67,29 +67,29 @@ class Draws:
 
 
 class _ChoiceFiles:
-    """What lies in private/ while runs are chosen from, and is gone afterwards."""
+    """Files in private/ that exist only until the choice is made."""
 
     def __init__(self, root: RunDir) -> None:
-        """Nothing is made yet."""
+        """Creates no files."""
         self.folder = root.private / "choice"
-        self.request = self.folder / "request.json"  # a digest of the settings, the name in the ledger, and the day
-        self.ledger_record = self.folder / "ledger_record.json"  # what the ledger said when it was reserved
+        self.request = self.folder / "request.json"  # digest of the settings, name in the ledger, day
+        self.ledger_record = self.folder / "ledger_record.json"  # the ledger's answer to the reservation
         self.draws = self.folder / "draws.json"
-        self.ready = self.folder / "ready"  # the best run holds its final record, so that only moving it is left
+        self.ready = self.folder / "ready"  # exists once the best run has its final record and only has to be moved
         self.canaries = self.folder / "canaries.json"
-        self.ledger = self.folder / "ledger.sqlite"  # of the steps of each run
+        self.ledger = self.folder / "ledger.sqlite"  # records the steps of each run
         self.rehearsal = RunDir(self.folder / "rehearsal")
 
     def run(self, number: int) -> RunDir:
-        """Where a run trains."""
+        """The directory in which a run trains."""
         return RunDir(self.folder / "runs" / str(number))
 
     def read_draws(self) -> Draws | None:
-        """None before they are drawn."""
+        """The draws; None before they are made."""
         return Draws(**_read(self.draws)) if self.draws.exists() else None
 
     def write_draws(self, draws: Draws) -> None:
-        """Whole or not at all."""
+        """Writes the draws atomically."""
         write_whole(self.draws, json.dumps(vars(draws)))
 
 
@@ -99,27 +99,27 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def choose(choice: Choice, *, resume: bool = False, console: Console) -> RunDir:
-    """Reserves a choice, draws how many runs there are, trains them, and leaves the best one in the recipe's output_dir.
+    """Reserves a choice, draws the number of runs, trains them, and leaves the best run in the recipe's output_dir.
 
     Args:
-        choice: Of ``plan_choice``.
-        resume: Go on with the choice in output_dir, with the same number of runs.
-        console: Where it is said what to do; of the runs, nothing is.
+        choice: From ``plan_choice``.
+        resume: Continue the choice in output_dir, with the same number of runs.
+        console: Shows how to resume; shows nothing about the runs.
 
     Raises:
-        ConfigError: The directory holds something else.
-        Refused: A guard, the self-check of a setting or the budget refuses; nothing is then reserved.
-        DpllmError: It was interrupted, or every run diverged.
+        ConfigError: The directory holds other files.
+        Refused: A guard, the self-check of a setting or the budget refuses; then nothing is reserved.
+        DpllmError: The choice was interrupted, or every run diverged.
 
     Guarantee:
         The reservation is written and closed before the number of runs is drawn, and nothing is written to the ledger after it.
-        A run that diverges, or that a crash ends without a checkpoint, is never repeated: it has the worst score.
+        A run that diverges, or that crashes without a checkpoint, is never repeated: it gets the worst score.
     """
     root = RunDir(Path(choice.config.output_dir))
     files = _ChoiceFiles(root)
     with root.locked():
         tidied = not files.request.exists() and root.run.exists()
-        if resume and tidied and files.folder.exists():  # killed while it removed what is left
+        if resume and tidied and files.folder.exists():  # an earlier call was killed during the removal
             shutil.rmtree(files.folder)
             return root
         request = _request(choice, root, files, resume)
@@ -144,13 +144,13 @@ def choose(choice: Choice, *, resume: bool = False, console: Console) -> RunDir:
                 "train.learning_rate in a new choice, with another --output_dir."
             )
         _release(choice, root, files, files.run(draws.best))
-        files.request.unlink()  # first: without the draws, what is left could be resumed, and a second number of runs drawn
+        files.request.unlink()  # first: a request without draws could be resumed with a second draw
         shutil.rmtree(files.folder)
     return root
 
 
 def _request(choice: Choice, root: RunDir, files: _ChoiceFiles, resume: bool) -> dict[str, Any]:
-    """What was asked for, which a resumed choice asks for again."""
+    """The request of the choice; a resumed choice has to make the same request."""
     settings = {str(number): names.of_training(setting.config) for number, setting in enumerate(choice.settings)}
     digested = digest({**settings, "mean": choice.mean, "data": choice.subject.digest})
     if resume:
@@ -177,7 +177,7 @@ def _request(choice: Choice, root: RunDir, files: _ChoiceFiles, resume: bool) ->
 
 
 def _start(choice: Choice, files: _ChoiceFiles, name: str) -> None:
-    """Charges the choice once every setting could train; nothing is left of it where it is refused."""
+    """Charges the choice after a rehearsal of every setting; removes all its files if it is refused."""
     try:
         if _reserved(choice, name) is None:
             for setting in choice.settings:
@@ -190,7 +190,7 @@ def _start(choice: Choice, files: _ChoiceFiles, name: str) -> None:
 
 
 def _reserved(choice: Choice, name: str) -> str | None:
-    """The entry of this name in the ledger; None where nothing is reserved yet."""
+    """The ledger entry of this name; None if nothing is reserved yet."""
     with ledger.open_ledger(choice.config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
         if book is None:
             return None
@@ -199,12 +199,12 @@ def _reserved(choice: Choice, name: str) -> str | None:
 
 
 def _charge(choice: Choice, name: str) -> dict[str, Any]:
-    """Charges the whole choice as one release and closes it, before anything is drawn; what run.json says of the ledger."""
+    """Charges the choice as one release and closes it, before anything is drawn. Returns fields of run.json on the ledger."""
     entry = _reserved(choice, name)
     book = ledger.open_ledger(choice.config.privacy.ledger)
     assert book is not None
     with book, book.counting():
-        subject = read_subject(choice.config)  # where there was no ledger, none could tell the data
+        subject = read_subject(choice.config)  # only a ledger can identify the data, and it may be new
         policy = subject.policy
         assert policy is not None
         if subject.digest != choice.subject.digest:
@@ -225,7 +225,7 @@ def _charge(choice: Choice, name: str) -> dict[str, Any]:
 
 
 def _candidate(choice: Choice, setting: Setting, files: _ChoiceFiles, run: RunDir) -> RunConfig:
-    """The recipe of one run: charged to the ledger below private/, seen by nobody."""
+    """The recipe of one run, which is charged to the ledger in private/ and sends no telemetry."""
     own_ledger = {
         "output_dir": str(run.root),
         "privacy.ledger": str(files.ledger),
@@ -234,21 +234,21 @@ def _candidate(choice: Choice, setting: Setting, files: _ChoiceFiles, run: RunDi
         "privacy.final": False,
         "telemetry": TelemetryConfig(),
     }
-    if files.canaries.exists():  # one set for all runs, as there is one set of rows
+    if files.canaries.exists():  # all runs share one set of canaries, as they share the rows
         run.private.mkdir(parents=True, exist_ok=True, mode=0o700)
         shutil.copyfile(files.canaries, run.canaries)
     return setting.config.changed(own_ledger)
 
 
 def _rehearse(choice: Choice, setting: Setting, files: _ChoiceFiles) -> None:
-    """Everything that stands before the first step of a setting's runs, with its refusals; draws the canaries of all."""
+    """Does everything before the first step of a setting's runs, so that refusals come now; draws the canaries of all runs."""
     from rich.console import Console
 
     from dpllm.model import processes
     from dpllm.run.loop import prepare
 
     run = files.rehearsal
-    shutil.rmtree(run.root, ignore_errors=True)  # of a start that was killed
+    shutil.rmtree(run.root, ignore_errors=True)  # left by a killed call
     config = _candidate(choice, setting, files, run)
     prepared = prepare(config, Start(), processes.join(), Console(quiet=True))
     prepared.reservation.close()
@@ -259,24 +259,24 @@ def _rehearse(choice: Choice, setting: Setting, files: _ChoiceFiles) -> None:
 
 
 def _score(choice: Choice, setting: Setting, files: _ChoiceFiles, number: int) -> float | None:
-    """Trains one run, or goes on with it; its loss on public rows in nats per token, None where it failed."""
+    """Trains or resumes one run. Returns its loss on public rows in nats per token; None if it failed."""
     from rich.console import Console
 
     from dpllm.run.loop import train
 
     run = files.run(number)
     status, checkpoints = read_status(run), run.checkpoints()
-    if status == "interrupted" and not checkpoints:  # its first step may have been taken, and no run is made twice
+    if status == "interrupted" and not checkpoints:  # it may have taken its first step, and no run is repeated
         return None
     if status != "completed":
         start = Start(resume=True) if checkpoints else Start()
-        if not checkpoints:  # beside a recipe of a killed start, canaries would be drawn anew
+        if not checkpoints:  # with the recipe of a killed call there, canaries would be drawn anew
             shutil.rmtree(run.root, ignore_errors=True)
         try:
             record = train(_candidate(choice, setting, files, run), start, console=Console(quiet=True))
         except Refused:
             if read_status(run) == "interrupted" and read_run(run).steps_taken == read_run(run).steps_planned:
-                return None  # a weight is not finite
+                return None  # it diverged: a weight is not finite
             raise
         if record.status != "completed":
             raise DpllmError("The choice was interrupted. Type --resume to go on, with the same number of runs.")
@@ -285,9 +285,9 @@ def _score(choice: Choice, setting: Setting, files: _ChoiceFiles, number: int) -
 
 
 def _release(choice: Choice, root: RunDir, files: _ChoiceFiles, run: RunDir) -> None:
-    """Turns the best run into the one of the recipe: its promise is that of the choice, and no time of it is left."""
+    """Makes the best run the run of the recipe: it gets the promise of the choice, and its times are removed."""
     day = str(_read(files.request)["day"])
-    if not files.ready.exists():  # else an earlier start may have moved some of its files
+    if not files.ready.exists():  # otherwise an earlier call may have moved some files
         config = _released_config(choice, run)
         run.config.write_text(dump_config(config), encoding="utf-8")
         plan = Plan.of(read_plan(run), choice.event)
@@ -305,12 +305,12 @@ def _release(choice: Choice, root: RunDir, files: _ChoiceFiles, run: RunDir) -> 
         write_whole(files.ready, "")
     _move(run, root)
     midnight = datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp()
-    for path in root.export.rglob("*"):  # an archive would keep the times
+    for path in root.export.rglob("*"):  # an archive would keep their times
         os.utime(path, (midnight, midnight))
 
 
 def _released_config(choice: Choice, run: RunDir) -> RunConfig:
-    """The recipe of the best run, with the places of the choice."""
+    """The recipe of the best run, with the output directory, ledger and telemetry of the choice."""
     own, settings = choice.config, "; ".join(map(str, choice.settings))
     tuning = f"Each run had one of these settings, which were fixed before the first: {settings}."
     return load_config(run.config).changed(
@@ -324,7 +324,7 @@ def _released_config(choice: Choice, run: RunDir) -> RunConfig:
 
 
 def _move(run: RunDir, root: RunDir) -> None:
-    """All of a run, its record last, into another directory."""
+    """Moves all files of a run into another directory, run.json last."""
     for part in (run.private, run.export, run.root):
         target = root.root / part.relative_to(run.root)
         target.mkdir(exist_ok=True)

@@ -157,7 +157,7 @@ class ComparedRun:
 
 
 def _read(runs: Sequence[RunDir], *, public: bool) -> list[ComparedRun]:
-    """Two or more runs that can be compared, the one without differential privacy last."""
+    """Reads two or more comparable runs, sorted by epsilon; the run without differential privacy comes last."""
     if len(runs) < 2:
         raise ConfigError("a comparison needs at least two runs. Type: dpllm compare BASELINE RUN RUN.")
     opened = [open_run(run) for run in runs]
@@ -182,7 +182,7 @@ def _read(runs: Sequence[RunDir], *, public: bool) -> list[ComparedRun]:
 
 
 def _refuse_copies(runs: Sequence[Run]) -> None:
-    """Refuses a run that is named twice, or a copy of one: it would count as another run that agrees."""
+    """Refuses a run that is named twice, or a copy of a run: it would count as an independent run with the same result."""
     first_by_weights: dict[str, Run] = {}
     for run in runs:
         root = run.directory.root
@@ -207,7 +207,7 @@ def _read_one(name: str, opened: Run, public: bool, open_data: bool, evaluation_
         summary = read_json(run.private / "summary.json")
         record = record.model_copy(update={key: summary[key] for key in COST if key in summary})
     elif not open_data or (config.data.eval is not None and not evaluation_public):
-        record = record.model_copy(update=dict.fromkeys(COST))  # it depends on the longest row
+        record = record.model_copy(update=dict.fromkeys(COST))  # time and memory depend on the longest row
     unprotected = "gives no guarantee" if private else "was trained without differential privacy"
     unprotected += ", on data that are not public"
     left_out: list[str] = []
@@ -226,14 +226,14 @@ def _read_one(name: str, opened: Run, public: bool, open_data: bool, evaluation_
     elif config.data.eval is not None and public and not (open_data or statement.guarantee):  # weights are not released
         left_out.append(f"{name}: held-out figures, because it {unprotected}.")
     elif config.data.eval is not None:
-        # What run.json says it says in public.
+        # All metrics in run.json are public.
         evaluation = record.metrics.public if public else read_json(run.private / "summary.json")
         tasks = cached_tasks(run, record)
     return ComparedRun(name, run, config, record, statement, evaluation, tasks, tuple(left_out))
 
 
 def cached_tasks(run: RunDir, record: RunRecord) -> Json | None:
-    """Scores of texts of exactly these weights under the current protocol; None where there are none."""
+    """Cached scores of exactly these weights under the current protocol; None if there are none."""
     path = run.private / TASKS
     scores = read_json(path) if path.exists() else {}
     weights = scores.get("weights") or {}
@@ -242,12 +242,12 @@ def cached_tasks(run: RunDir, record: RunRecord) -> Json | None:
 
 
 def _differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
-    """Every other setting that differs: dotted key -> a value for each run; refuses one that must be the same."""
+    """Settings that differ: dotted key -> the value of each run. Refuses a difference that makes the runs incomparable."""
     settings = [_settings(run) for run in runs]
     differing: dict[str, list[Any]] = {}
     for key in sorted({key for keys in settings for key in keys if not key.startswith(NOT_COMPARED)}):
         values = [keys.get(key) for keys in settings]
-        # What nothing read without privacy, or is left out, differs from nothing.
+        # A setting that a run did not read, such as privacy.* without privacy, does not count as a difference.
         compared = [keys[key] for keys in settings if key in keys] if key.startswith(("privacy.", "data.")) else values
         if all(value == compared[0] for value in compared):
             continue
@@ -262,7 +262,7 @@ def _differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
 
 
 def _settings(run: ComparedRun) -> dict[str, Any]:
-    """The recipe by dotted keys, as far as the run read it, with the commit of the model and the number of evaluation tokens."""
+    """The settings that the run read, by dotted key, with the model's commit and the number of evaluation tokens."""
     keys = flat(run.config.model_dump(mode="json"))
     if not run.private:
         keys = {key: value for key, value in keys.items() if not key.startswith("privacy.")}
@@ -294,7 +294,7 @@ def _figures(run: ComparedRun) -> Json:
 
 
 def _utility(run: ComparedRun, moment: str, model: str) -> Json:
-    """Held-out figures as the run recorded them, and scores of what is written."""
+    """Held-out figures that the run recorded, and scores of generated texts."""
     held_out = {name: run.evaluation.get(f"eval_{name}_{moment}") for name in HELD_OUT}
     loss = held_out["loss"]
     held_out["perplexity"] = math.exp(loss) if loss is not None and loss < 700 else None
@@ -303,7 +303,7 @@ def _utility(run: ComparedRun, moment: str, model: str) -> Json:
 
 
 def _leakage(audit: AuditRecord) -> Json:
-    """The figures of an audit, with their intervals, or their ceiling and confidence."""
+    """The figures of an audit: the AUC with its interval, the lower bound with its ceiling and confidence."""
     attack, bound = audit.attacks.get(PRIMARY_ATTACK), audit.epsilon_lower_bound
     groups = audit.extraction.values()
     return {
@@ -319,7 +319,7 @@ def _leakage(audit: AuditRecord) -> Json:
 
 
 def _group(runs: Sequence[ComparedRun]) -> Json | None:
-    """The tuning group of all runs with a guarantee, with its total as the ledger states it; None: there is none."""
+    """The tuning group that holds all runs with a guarantee, with the total in the ledger; None if there is no such group."""
     totals = [run.statement.composed for run in runs if run.statement.guarantee]
     groups = [total.group if total else None for total in totals]
     first = groups[0] if groups else None

@@ -1,7 +1,7 @@
-"""How a comparison is shown: one table, on a terminal and on a page, and one picture, the loss over epsilon.
+"""Shows a comparison: a table for the terminal and for a page, and a picture of the loss over epsilon.
 
 Comes in: the figures of a comparison, as comparison.json holds them. Goes out: text and a PNG file. Bounds are rounded up,
-measured figures to the nearest. Runs without a guarantee stand at no epsilon: their losses are lines across.
+measured figures to the nearest. A run without a guarantee has no epsilon: its loss is a horizontal line.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 EMPTY = "-"
 DP, NONE, BASE, INK = "#0072B2", "#D55E00", "#777777", "#222222"
-"""Of Okabe and Ito's palette, which people with any kind of colour vision tell apart."""
+"""Colours of Okabe and Ito's palette, which people with any kind of colour vision can tell apart."""
 
 
 def promise(run: Mapping[str, Any]) -> str:
-    """The epsilon of a run, or why it has none, in one or two words."""
+    """The epsilon of a run, or the reason why it has none, in one or two words."""
     if run["epsilon"] is not None:
         return bound(run["epsilon"])
     return "no guarantee" if run["private"] else "no DP"
@@ -35,7 +35,7 @@ def _estimate(value: float, limits: list[float] | None, decimals: int = 2) -> st
 
 
 MEASURES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
-    "private": ("Epsilon", promise),  # every run has it, and the base model has not
+    "private": ("Epsilon", promise),  # a key of every run, and not of the base model
     "delta": ("Delta", lambda run: number_text(run["delta"])),
     "loss": ("Held-out loss (nats per token)", lambda run: measured(run["loss"], 3)),
     "perplexity": ("Held-out perplexity", lambda run: measured(run["perplexity"])),
@@ -54,11 +54,11 @@ MEASURES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "seconds": ("Seconds in all", lambda run: measured(run["seconds"], 1)),
     "peak_memory_bytes": ("Peak memory (GiB)", lambda run: measured(run["peak_memory_bytes"] / 2**30)),
 }
-"""What a column has -> how it is called, and shown."""
+"""Key of a figure -> its label, and a function that formats it."""
 
 
 def rows(values: Json) -> dict[str, list[str]]:
-    """Every measure that at least one column has; the columns are the base model and the runs."""
+    """Label -> cells, for every measure of at least one column. The columns are the base model and the runs."""
     columns = [values["base"], *values["runs"]]
     rows = {
         label: [show(column) if column.get(key) is not None else EMPTY for column in columns]
@@ -97,7 +97,7 @@ def notes(values: Json) -> list[str]:
 
 
 def table(values: Json) -> Table:
-    """The table for the terminal, up to five runs in 100 columns: figures, with their intervals below them."""
+    """The table for the terminal, with intervals below the figures; five runs fit into 100 characters."""
     from rich import box
     from rich.table import Table
 
@@ -134,7 +134,7 @@ def _line(cells: list[Any]) -> str:
 
 
 def draw(values: Json, path: Path) -> bool:
-    """The held-out loss over epsilon, on white ground, which reads on light and dark pages; False where none is known."""
+    """Draws the held-out loss over epsilon, on white for light and dark pages. Returns False if no run has both figures."""
     runs = [run for run in values["runs"] if "loss" in run]
     points = sorted((run["epsilon"], run["loss"]) for run in runs if run["epsilon"] is not None)
     if not points:

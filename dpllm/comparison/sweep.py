@@ -1,8 +1,7 @@
-"""Runs that are reserved as one group of the ledger, then trained: a recipe at several epsilons, or a run and its audit twin.
+"""Reserves several runs as one group of the ledger, then trains them: a recipe at several epsilons, or a run and its audit twin.
 
-Comes in: a recipe and its overrides. Goes out: a directory with one run for each, audited and with a card. All runs are
-planned and reserved before the first one starts, or none is, so a group never stops half-way for lack of budget. run/loop.py
-trains them.
+Comes in: a recipe and its overrides. Goes out: a directory with one audited run and its card for each point. Either all runs are
+reserved before the first one starts, or none is, so a group never stops half-way for lack of budget. run/loop.py trains them.
 """
 
 from __future__ import annotations
@@ -36,34 +35,34 @@ if TYPE_CHECKING:
     from dpllm.statement.audit import AuditRecord
 
 STATE = "sweep.json"
-"""In the group's directory: a digest of the request and the group's name; public values only."""
+"""File in the group's directory with a digest of the request and the group's name; holds public values only."""
 EXAMPLE = "--privacy.epsilon 1,3,8,inf"
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a group: its recipe, and its target, which is infinite for the run without differential privacy."""
+    """One run of a group: its recipe and its target epsilon, infinite for the run without differential privacy."""
 
     epsilon: float
     config: RunConfig
-    name: str  # of its directory below the group's, and of its run in the ledger below the group's
-    tuning: str  # the sentence on its card, before the group's name
+    name: str  # of its directory in the group's directory, and of its run in the ledger's group
+    tuning: str  # the sentence on its card that precedes the group's name
 
     @property
     def run(self) -> RunDir:
-        """Its run directory."""
+        """The run directory."""
         return RunDir(Path(self.config.output_dir))
 
 
 def at_epsilons(recipe: str | Path, overrides: Mapping[str, Any]) -> list[Point]:
-    """A recipe at each epsilon of a list, the smallest first; only the recipe is read.
+    """A recipe at each epsilon of a list, the smallest first. Reads only the recipe.
 
     Args:
         recipe: YAML file.
         overrides: Dotted key -> value; ``privacy.epsilon`` holds the list, and ``output_dir`` names the group's directory.
 
     Raises:
-        ConfigError: The list is none, or the recipe has one epsilon whatever the list says.
+        ConfigError: There is no such list, or the recipe fixes the noise or turns differential privacy off.
     """
     other_overrides = {key: value for key, value in overrides.items() if key != "privacy.epsilon"}
     if "privacy.epsilon" not in overrides:
@@ -91,7 +90,7 @@ def at_epsilons(recipe: str | Path, overrides: Mapping[str, Any]) -> list[Point]
 
 
 def _parse_epsilons(value: Any) -> list[float]:
-    """Two or more epsilons, such as "1,3,8,inf" or a list of numbers, from the smallest to the largest."""
+    """Parses two or more epsilons, such as "1,3,8,inf" or a list of numbers, and sorts them."""
     words = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
     try:
         epsilons = {f"{float(word):g}": float(word) for word in words if not isinstance(word, bool)}
@@ -106,10 +105,10 @@ def _parse_epsilons(value: Any) -> list[float]:
 
 
 def twins(recipe: str | Path, overrides: Mapping[str, Any], *, constant_rate: bool = False) -> list[Point]:
-    """The recipe without text canaries, to be published, and its audit twin with those of the recipe, or else the default ones.
+    """Two runs: one without text canaries, to be published, and its audit twin with the recipe's canaries or the default ones.
 
-    The twin trains on the same people again, so it is charged too, and its weights hold the canaries' text. ``constant_rate``:
-    its learning rate stays at the recipe's peak, so that its weights show more of the last steps.
+    The twin trains on the same people again, so it is charged too; its weights hold the canaries' text. With ``constant_rate``
+    the twin's learning rate stays at the recipe's peak, so that its weights reveal more of the last steps.
     """
     config = load_config(recipe, overrides)
     if not config.privacy.enabled:
@@ -139,11 +138,11 @@ def twins(recipe: str | Path, overrides: Mapping[str, Any], *, constant_rate: bo
 
 
 def combined_epsilon(points: Sequence[Point]) -> dict[str, float]:
-    """The epsilon of all runs together, at the budget's delta or else the largest that one of them states. Writes nothing.
+    """The composed epsilon of all runs, at the budget's delta, or without a budget at their largest delta. Writes nothing.
 
     Raises:
-        BudgetExceeded: The budget does not hold all of them.
-        Refused: A guard refuses one of them.
+        BudgetExceeded: The budget does not cover all runs.
+        Refused: A guard refuses one of the runs.
     """
     config = points[0].config
     with ledger.open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
@@ -159,24 +158,24 @@ def combined_epsilon(points: Sequence[Point]) -> dict[str, float]:
 
 
 def train_group(points: Sequence[Point], *, resume: bool = False, console: Console) -> list[str]:
-    """Reserves runs as one group, then trains and audits each and writes its card.
+    """Reserves runs as one group, then trains and audits each run and writes its card.
 
     Args:
         points: The runs, the first with differential privacy.
-        resume: Go on with the group in its directory; runs that are finished are kept.
-        console: Where progress goes.
+        resume: Continue the group in its directory; finished runs are kept.
+        console: Shows the progress.
 
     Returns:
-        Which promises an audit contradicts, in sentences.
+        A sentence for each run whose promise its audit contradicts.
 
     Raises:
         ConfigError: The directory holds something else.
-        Refused: A guard refuses one of the runs, or the budget does not hold all of them; nothing is then reserved.
+        Refused: A guard refuses one of the runs, or the budget does not cover all of them; then nothing is reserved.
         DpllmError: A run was interrupted.
 
     Guarantee:
-        All runs with differential privacy are reserved in one transaction before the first gradient of any of them, and
-        together they have the epsilon that the ledger states for the group.
+        All runs with differential privacy are reserved in one transaction before the first gradient of any of them.
+        Together they have the epsilon that the ledger states for the group.
     """
     root = points[0].run.root.parent
     with RunDir(root).locked():
@@ -191,7 +190,7 @@ def train_group(points: Sequence[Point], *, resume: bool = False, console: Conso
 
 
 def _state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, Any]:
-    """The state of the group in this directory; a new group gets its name."""
+    """The state of the group in this directory; a new group gets a name."""
     path = root / STATE
     if not resume:
         if path.exists():
@@ -218,7 +217,7 @@ def _digest_of(points: Sequence[Point], group: str | None) -> str:
 
 
 def _reserve(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tuple[list[Point], dict[str, str]]:
-    """Reserves every run, unless an earlier start did; returns the runs, and their reservations by name."""
+    """Reserves every run, unless an earlier call did. Returns the runs, and the ledger entry of each by name."""
     config, group = points[0].config, state["group"]
     book = ledger.open_ledger(config.privacy.ledger, create=False)
     with book or contextlib.nullcontext(), book.counting() if book else contextlib.nullcontext():
@@ -234,7 +233,7 @@ def _reserve(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tupl
     assert book is not None
     try:
         with book, book.counting():
-            reread = read_subject(config)  # where there was no ledger, none could tell the data
+            reread = read_subject(config)  # only a ledger can identify the data, and it may be new
             policy = reread.policy
             assert policy is not None
             if reread.digest != subject.digest:
@@ -260,7 +259,7 @@ def plans_of(points: Sequence[Point], subject: Subject, book: ledger.Ledger | No
     terms = dataset_policy.terms(book, subject.dataset, points[0].config.privacy.derived_from)
     plans = {}
     for point in points:
-        # Whether the data may be used without differential privacy is another question.
+        # Whether a run without differential privacy may use the data is not decided here.
         subject_of_point = subject if point.config.privacy.enabled else None
         plan = decide(point.config, subject=subject_of_point, terms=terms, fetch=True).obeyed().plan
         if plan is not None:
@@ -269,7 +268,7 @@ def plans_of(points: Sequence[Point], subject: Subject, book: ledger.Ledger | No
 
 
 def _check_model(config: RunConfig) -> None:
-    """The most frequent reasons why training cannot start, before anything is reserved."""
+    """Checks for the most frequent reasons why training cannot start, before anything is reserved."""
     import torch
 
     from dpllm.model.loading import check_length, load_tokenizer
@@ -288,12 +287,12 @@ def _entries(book: ledger.Ledger, subject: Subject, group: str, points: Sequence
 
 
 def _as_fixed(points: Sequence[Point], state: dict[str, Any]) -> list[Point]:
-    """The runs with the sentence of their cards about the choice among them."""
+    """The runs, each with the card's sentence about the group that it was fixed with."""
     fixed = []
     for point in points:
         tuning = f"{point.tuning}, fixed together before the first as tuning group {state['group']} of the ledger."
         written = point.config.card.tuning
-        if written and point.name == "twin":  # which says what differs
+        if written and point.name == "twin":  # keep the sentence that says how the twin differs
             tuning = f"{written} {tuning}"
         elif written:
             tuning = written
@@ -317,7 +316,7 @@ def _train(point: Point, entry: str | None, console: Console) -> None:
 
 
 def _audit(points: Sequence[Point], console: Console) -> list[str]:
-    """Audits what has canaries, the run without privacy first, and writes every card; returns which promises it contradicts."""
+    """Audits every run with canaries, the one without privacy first, and writes all cards. Returns contradicted promises."""
     from dpllm.card.card import write_card
     from dpllm.verification.verify import undone_unless_verified
 
@@ -339,9 +338,9 @@ def _audit_one(point: Point, control: RunDir | None) -> AuditRecord:
     from dpllm.statement.audit import read_audit
 
     path = point.run.audit_dir(point.config.privacy.enabled) / "audit.json"
-    if path.exists():  # of an earlier start; another audit would count as one more
+    if path.exists():  # from an earlier call; a second audit would count as one more
         return read_audit(path)
-    with contextlib.suppress(ConfigError):  # a control that itself shows nothing
+    with contextlib.suppress(ConfigError):  # the positive control may itself show no leakage
         if control is not None:
             return audit(point.run, positive_control=control)
     return audit(point.run)

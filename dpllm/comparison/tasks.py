@@ -1,7 +1,7 @@
-"""BLEU of what a tuned model writes behind held-out prompts, against their references.
+"""BLEU of a tuned model's completions of held-out prompts, against their references.
 
-Comes in: finished runs. Goes out: ``private/tasks.json`` of each, which stays private as the evaluation data do; no text is
-kept. A score that was computed for exactly these weights is not computed again.
+Comes in: finished runs. Goes out: ``private/tasks.json`` of each, which stays private because the evaluation data do. No text is
+kept. Scores that exist for exactly these weights are not computed again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ RESAMPLES = 1000
 
 
 def measure(runs: Sequence[RunDir], rows: int, console: Console | None = None) -> None:
-    """Scores the texts of runs on the first ``rows`` evaluation prompts, unless they were scored before.
+    """Scores the completions of runs on the first ``rows`` evaluation prompts, unless they were scored before.
 
-    The base model is asked once for all of them.
+    The base model is scored once for all runs.
 
     Raises:
-        ConfigError: There are no references, or no package that scores; or a run exported no weights.
+        ConfigError: There are no references, sacrebleu is not installed, or a run exported no weights.
     """
     if not importlib.util.find_spec("sacrebleu"):
         raise ConfigError("--tasks computes BLEU with sacrebleu, which is not installed. Type: pip install sacrebleu")
@@ -58,7 +58,7 @@ def measure(runs: Sequence[RunDir], rows: int, console: Console | None = None) -
 
 
 def _written(run: Run, base: bool, rows: int) -> Json:
-    """BLEU of completions against all references of each prompt, see ``PROTOCOL``; of the base model unless ``base`` is known."""
+    """BLEU against all references of each prompt, as ``PROTOCOL`` says; also of the base model, unless ``base`` is true."""
     from dpllm.auditing.run import load_models
     from dpllm.model.reading import generation_config, until_end, write_behind
     from dpllm.run.checkpoint import weight_hashes
@@ -98,7 +98,7 @@ def _written(run: Run, base: bool, rows: int) -> Json:
 
 
 def by_prompt(table: data.Table, count: int) -> dict[str, list[str]]:
-    """The first ``count`` different prompts and all references of each: a prompt may stand in several rows."""
+    """The first ``count`` distinct prompts with all their references; several rows may share a prompt."""
     references: dict[str, list[str]] = {}
     for row in table.rows:
         prompt = row.line + row.parts["prompt"]
@@ -110,7 +110,7 @@ def by_prompt(table: data.Table, count: int) -> dict[str, list[str]]:
 def _encoded(
     references: dict[str, list[str]], models: ScoringModels, config: RunConfig
 ) -> tuple[list[tuple[int, ...]], int]:
-    """Each prompt as the tokens that stand before the first target in training, and how many tokens to write at most."""
+    """The tokens of each prompt, as in training before the first target, and the largest number of new tokens."""
     from dpllm.model.loading import positions
 
     tokenizer, template = models.tokenizer, config.data.template

@@ -1,4 +1,4 @@
-"""Text from a tuned model: post-processing, which spends no further budget.
+"""Samples text from a tuned model: post-processing, which costs no further epsilon.
 
 Comes in: a run directory, an export or a merged model, and prompts. Goes out: samples. Must not read training text or anything in
 ``private/``.
@@ -32,10 +32,10 @@ class Generator:
     """A tuned model that is loaded for sampling.
 
     Attributes:
-        model: Of transformers.
-        format: As which a prompt reads: with messages, text is a user's turn, for the tokenizer's chat template.
+        model: A transformers model, with a PEFT adapter if the run trained one.
+        format: How prompts are encoded: with messages, text is a user's turn in the tokenizer's chat template.
         template: The recipe's data.template.
-        unprotected: Why the model gives no guarantee, as its card or record says; None where it gives one.
+        unprotected: Why the model gives no guarantee, from its card or record; None if it gives one.
     """
 
     model: Any
@@ -49,13 +49,13 @@ def load(path: Path, *, base: str | None = None, chat: bool | None = None) -> Ge
     """Loads a tuned model for sampling.
 
     Args:
-        path: A run directory, its ``export``, or what ``dpllm merge`` wrote.
-        base: Where the base model of an adapter lies; None: as the run, or else the adapter, names it.
-        chat: Overrides whether prompts are turns of a conversation; None: prompts read as in the run's training, and of an
+        path: A run directory, its ``export``, or a directory that ``dpllm merge`` wrote.
+        base: Name or directory of the adapter's base model; None: the one that the run, or else the adapter, names.
+        chat: Whether prompts are turns of a conversation; None: prompts are encoded as in the run's training, or for an
             export as its card says.
 
     Raises:
-        ConfigError: There is no model, its base cannot be found, or the run's files are not those that it wrote.
+        ConfigError: There is no model, its base cannot be found, or the run's files have changed.
         Refused: A weight is not finite.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,26 +94,26 @@ def sample(
     top_p: float = 1.0,
     seed: int | None = None,
 ) -> list[Sample]:
-    """Writes ``num`` texts behind every prompt, many at a time.
+    """Samples ``num`` continuations of every prompt, in batches.
 
     Args:
-        generator: Of ``load``.
-        prompts: None: texts are written from their beginning.
+        generator: From ``load``.
+        prompts: None: texts start without a prompt.
         num: Texts for each prompt, >= 1.
         max_new_tokens: At most this many tokens each, >= 1; an end token ends a text.
-        temperature: 0: the likeliest token each time.
-        top_p: Only the likeliest tokens that together have this probability, in (0, 1].
-        seed: Decides everything random, for the same prompts on one kind of device; None: the operating system does.
+        temperature: 0 for greedy decoding, or from 1e-6.
+        top_p: Nucleus sampling: only the likeliest tokens that together have this probability, in (0, 1].
+        seed: The same seed gives the same samples, for the same prompts on one kind of device; None: a secret random seed.
 
     Returns:
-        The samples, those of one prompt together.
+        The samples, grouped by prompt in the order of the prompts.
 
     Raises:
-        ConfigError: A value is out of range, the prompt and what is to follow it are longer than the model reads, or the model
-            has no way to begin without a prompt.
-        DataError: The chat template does not take a prompt's messages, or a prompt is no text.
+        ConfigError: A value is out of range, a prompt and its new tokens exceed what the model reads, or the model cannot
+            start without a prompt.
+        DataError: The chat template rejects a prompt's messages, or a prompt is not text.
     """
-    # Below one in a million a logit divided by the temperature may be infinite.
+    # At a temperature below one in a million, a logit divided by it may be infinite.
     warm = temperature == 0 or 1e-6 <= temperature < math.inf
     if min(num, max_new_tokens) < 1 or not warm or not 0 < top_p <= 1:
         raise ConfigError(
@@ -146,13 +146,13 @@ def sample(
 
 
 def encode_all(generator: Generator, prompts: Sequence[Prompt | None]) -> list[list[int]]:
-    """Token ids of each prompt; None: of nothing. See ``encode`` for what it raises."""
+    """Token ids of each prompt; None: a text without a prompt. Raises what ``encode`` raises."""
     reading = generator.format, generator.template
     return [encode(generator.tokenizer, prompt, number, *reading) for number, prompt in enumerate(prompts)]
 
 
 def room(generator: Generator, longest: int) -> int | None:
-    """The most tokens that the model can write behind a prompt of ``longest`` tokens; None: no limit."""
+    """The largest number of new tokens after a prompt of ``longest`` tokens; None: no limit."""
     positions = loading.positions(generator.model)
     return None if positions is None else positions - longest
 

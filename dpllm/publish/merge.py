@@ -1,8 +1,8 @@
-"""A run's adapter merged into its base model: plain transformers weights for servers that take no adapters.
+"""Merges a run's adapter into its base model: plain transformers weights for servers that do not support adapters.
 
 Comes in: a finished run directory with its card. Goes out: a directory of safetensors, tokenizer, the same card and the same
-privacy block about the new files. Must not read training text or anything in ``private/``, nor state another epsilon:
-merging reads nothing but what was released.
+privacy statement for the new files. Must not read training text or anything in ``private/``, nor state another epsilon:
+merging reads only released files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dpllm.statement import privacy_record
 from dpllm.statement.privacy_record import PrivacyRecord
 
 SHARD = "5GB"
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}  # of logits, of their spread
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}  # RMS error of logits over their deviation
 
 
 def merge(run: RunDir, output: Path | None = None) -> Path:
@@ -36,16 +36,16 @@ def merge(run: RunDir, output: Path | None = None) -> Path:
 
     Args:
         run: A finished run that trained an adapter, with its card.
-        output: Where; None: ``merged`` in the run directory. A merged model that lies there is replaced.
+        output: Directory; None: ``merged`` in the run directory. A merged model that is already there is replaced.
 
     Returns:
-        The directory. Weights are of the dtype in which the recipe loads the base, or else of its checkpoint's.
+        The directory. Weights have the dtype in which the recipe loads the base, or else that of its checkpoint.
 
     Raises:
-        ConfigError: No such run, other files than it wrote, no card, a run that trained whole layers, or an output directory that
-            holds something else.
-        Refused: A quantised base model, a base whose own statement changed since the run, or a merged model that computes
-            something else.
+        ConfigError: There is no such run or no card, its files have changed, it trained whole layers, or the output
+            directory holds other files.
+        Refused: The base model is quantised, its own privacy statement changed since the run, or the merged model computes
+            other logits.
 
     Guarantee:
         The guarantee of the run, unchanged: the output is a function of the released adapter and of public files
@@ -59,7 +59,7 @@ def merge(run: RunDir, output: Path | None = None) -> Path:
             f"model. Use {run.export} as it is."
         )
     _check_output(run, output)
-    # With the very commit of the base model that the run used.
+    # Pin the commit of the base model that the run used.
     pinned = config.changed({"model.revision": opened.record.model.commit or config.model.revision})
     base = of_base(pinned.changed({"model.adapter": None}))
     if statement.lineage and not same_base(base, statement.lineage):
@@ -74,10 +74,10 @@ def merge(run: RunDir, output: Path | None = None) -> Path:
 
 
 def carded(run: RunDir) -> tuple[Run, PrivacyRecord]:
-    """A run whose files are those that it wrote, and its privacy statement.
+    """Opens a run whose files have not changed, and reads its privacy statement.
 
     Raises:
-        ConfigError: Other files lie there; or there is no card, or it was written before the latest audit.
+        ConfigError: Files have changed, there is no card, or the card is older than the latest audit.
     """
     opened = open_run(run, released=True)
     if not all((run.export / name).exists() for name in (BLOCK, CARD)):
@@ -104,10 +104,10 @@ def _check_output(run: RunDir, output: Path) -> None:
 
 
 def merge_weights(config: RunConfig, adapter: Path, output: Path) -> None:
-    """Writes a base model with an adapter added to its weights, and compares what was written with the two.
+    """Merges an adapter into its base model, writes the result, and compares its logits with those of base and adapter.
 
     Raises:
-        Refused: The base is quantised, or what was written computes other logits than base and adapter.
+        Refused: The base is quantised, or the written model computes other logits than base and adapter.
     """
     model = config.model
     stored = transformers.AutoConfig.from_pretrained(loading.source(model.name_or_path), revision=model.revision)
@@ -128,7 +128,7 @@ def merge_weights(config: RunConfig, adapter: Path, output: Path) -> None:
     _untie(tuned)
     merged = tuned.merge_and_unload(safe_merge=True)
     merged.save_pretrained(output, max_shard_size=SHARD)
-    del base, tuned, merged  # before what was written is loaded: one copy at a time
+    del base, tuned, merged  # before the written model is loaded: one copy in memory at a time
     written = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=dtype).eval()
     with torch.inference_mode():
         after = written(input_ids=probe_BT).logits.float()
@@ -142,9 +142,9 @@ def merge_weights(config: RunConfig, adapter: Path, output: Path) -> None:
 
 
 def _untie(tuned: Any) -> None:
-    """Unties head and input embedding where only one of them was tuned.
+    """Unties head and input embedding if either of them was tuned.
 
-    Merging adds to a weight in place, and a tied one would change at both ends.
+    Merging changes a weight in place, so a tied weight would change in both layers.
     """
     ends = (tuned.get_input_embeddings(), tuned.get_output_embeddings())
     settings = tuned.config.get_text_config()
@@ -153,13 +153,13 @@ def _untie(tuned: Any) -> None:
     if not any(isinstance(end, BaseTunerLayer | ModulesToSaveWrapper) for end in ends):
         return
     head = ends[1].get_base_layer() if isinstance(ends[1], BaseTunerLayer) else ends[1]
-    if not isinstance(head, ModulesToSaveWrapper):  # which has weights of its own
+    if not isinstance(head, ModulesToSaveWrapper):  # a wrapper has its own copy of the weights
         head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     settings.tie_word_embeddings = tuned.config.tie_word_embeddings = False
 
 
 def _write_statement(run: Run, statement: PrivacyRecord, output: Path) -> None:
-    """Writes tokenizer, audit and card, and the privacy statement with the hashes of the new files."""
+    """Writes tokenizer, audit, card, and the privacy statement with the hashes of the new files."""
     adapter = {name for name in statement.files if Path(name).name.startswith("adapter_")}
     for name in statement.files.keys() - adapter:
         (output / name).parent.mkdir(parents=True, exist_ok=True)

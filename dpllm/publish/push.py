@@ -1,4 +1,4 @@
-"""Publishing: export/, or a synthetic data set, to the Hugging Face Hub, once everything that can be checked holds.
+"""Publishes export/ or a synthetic data set on the Hugging Face Hub, after all checks have passed.
 
 Comes in: a run directory or the folder of a data set, and the name of a repository. Goes out: a commit with exactly the verified
 files. Must not upload anything outside that folder or use the network before all checks have passed.
@@ -28,7 +28,7 @@ from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.verification.check_rows import OF_MODEL
 from dpllm.verification.verify import insist
 
-# httpx in huggingface_hub 1, httpx2 in 2: the base class of all connection errors.
+# The base class of all connection errors: of httpx in huggingface_hub 1, of httpx2 in 2.
 _ON_THE_WAY = cast(type[Exception], HfHubHTTPError.__bases__[0])
 _UNKNOWN = (401, 403, 404)
 _AT_ONCE = 16 * 2**20
@@ -52,7 +52,7 @@ class Push:
         repository: Its name on the Hub.
         files: All of export/, or of the data set.
         url: URL of the commit; None for a dry run.
-        unsearched: Sentences on what could not be searched for private text.
+        unsearched: A sentence for each file that could not be searched for private text.
     """
 
     repository: str
@@ -63,13 +63,13 @@ class Push:
 
 @dataclass(frozen=True)
 class _Source:
-    """What is uploaded.
+    """The source of an upload.
 
     Attributes:
-        folder: The folder with all its files.
+        folder: The folder with all files of the upload.
         root: The directory that is verified.
-        run: The run of the model, or of the model that wrote the data set; None if it is not here.
-        kind: Kind of the repository.
+        run: The run that trained the model, or the model that wrote the data set; None if it is not on this machine.
+        kind: Kind of the repository on the Hub.
     """
 
     folder: Path
@@ -91,17 +91,17 @@ def push(
 
     Args:
         path: A finished run with its card, or the folder of a synthetic data set.
-        repository: NAME or OWNER/NAME; made if it does not exist. HF_ENDPOINT and HF_TOKEN are honoured.
+        repository: NAME or OWNER/NAME; created if it does not exist. HF_ENDPOINT and HF_TOKEN are honoured.
         dry_run: List the files without using the network.
         private: Create a private repository; an existing public one is refused.
         without_guarantee: Publish a run without a guarantee although its data are not declared public.
         ledger: Current location of the ledger, if it differs from the recipe's.
 
     Raises:
-        Refused: There is no card, a check fails, private text stands in a file, the run is not in its ledger, it gives no
+        Refused: There is no card, a check fails, a file contains private text, the run is not in its ledger, it gives no
             guarantee, or the repository holds other files or is public.
-        ConfigError: No such run, or no such name.
-        DpllmError: The Hub could not be reached, or refused.
+        ConfigError: There is no such run, or the name is not valid.
+        DpllmError: The Hub cannot be reached, or refuses.
     """
     with hub_errors(repository):
         validate_repo_id(repository)
@@ -125,7 +125,7 @@ def push(
 def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> PrivacyRecord:
     """Returns the privacy statement after all checks of the upload have passed."""
     if ledger is None and source.run:
-        configured = open_run(source.run).config.privacy.ledger  # set by the publisher
+        configured = open_run(source.run).config.privacy.ledger  # the publisher set it
         ledger = configured if configured and "://" in configured else None
     checks = insist(source.root, ledger).checks
     statement = privacy_record.read(read_json(source.folder / (MODEL_BLOCK if source.kind == "dataset" else BLOCK)))
@@ -178,7 +178,7 @@ def _upload(source: _Source, planned: Push, *, private: bool) -> Push:
         operations = []
         for file in planned.files:
             path = source.folder / file.path
-            # Small files are sent as they are read here; of a large one the Hub takes the content of this hash alone.
+            # A small file is sent from memory, as hashed here; for a large file the Hub accepts only content with this hash.
             added = CommitOperationAdd(file.path, path.read_bytes() if file.size <= _AT_ONCE else str(path))
             if added.upload_info.sha256.hex() != file.sha256:
                 raise Refused(
@@ -186,14 +186,14 @@ def _upload(source: _Source, planned: Push, *, private: bool) -> Push:
                 )
             operations.append(added)
         with warnings.catch_warnings():
-            # It takes the token table of the audit for a dataset.
+            # huggingface_hub mistakes the audit's table of tokens for a data set.
             warnings.filterwarnings("ignore", message="It seems that you are about to commit a data file")
             done = api.create_commit(name, operations, commit_message="Upload with dpllm push", repo_type=source.kind)
     return replace(planned, repository=name, url=str(done.commit_url))
 
 
 def _check_repository(info: ModelInfo | DatasetInfo, name: str, files: tuple[Upload, ...], *, private: bool) -> None:
-    """Refuses a repository that is public and was to be private, or that holds files which are not among these."""
+    """Refuses a public repository under ``private``, and a repository that holds files outside the upload."""
     if private and info.private is False:
         raise Refused(
             f"{name}: exists and is public, and --private cannot change that. Name another repository, or make that one private "
@@ -214,13 +214,13 @@ def endpoint() -> str:
 
 @contextmanager
 def hub_errors(repository: str) -> Iterator[None]:
-    """Turns every error of the Hub inside into one line.
+    """Turns every error of the Hub inside the block into a one-line message.
 
     Args:
-        repository: What is asked for.
+        repository: Name in the message.
 
     Raises:
-        ConfigError: The Hub allows no such name, or does not know or give the repository.
+        ConfigError: The Hub rejects the name, or the repository does not exist or may not be read.
         DpllmError: The Hub cannot be reached, or refuses.
     """
     try:

@@ -1,12 +1,12 @@
-"""A data set that a privately tuned model writes: post-processing, which spends no further budget.
+"""Generates a data set with a privately tuned model: post-processing, which costs no further epsilon.
 
 Comes in: a run directory with its card, and a request. Goes out: a folder in the layout of ``card.synthetic``, written
-atomically. Of a run with a guarantee it reads the recipe, run.json and export/, but neither training rows nor anything in
-``private/``, unless quality is measured.
+atomically. From a run with a guarantee it reads the recipe, run.json and export/, but no training rows and nothing in
+``private/``, except to measure quality and to refuse private prompts.
 
 Guarantee:
-    The rows have the guarantee of the run's weights together with that of the released statistic from which control codes are
-    drawn, both of which stand in run/privacy.json, since they are a function of these, of public prompts and of random numbers
+    The rows are a function of the run's weights, of the released statistic from which control codes are drawn, of public
+    prompts and of random numbers. So they have the guarantee of weights and statistic, which run/privacy.json states
     (post-processing; Dwork and Roth 2014, "The Algorithmic Foundations of Differential Privacy", proposition 2.1).
 """
 
@@ -38,25 +38,25 @@ from dpllm.text import layouts
 from dpllm.text.prompts import private_among, read_prompts
 
 BATCH = 64
-"""Texts drawn at a time. A constant, because the draws depend on it and on the seed."""
+"""Texts in a batch. A constant, because the draws depend on it as well as on the seed."""
 Shares = dict[tuple[str, ...], float]
 """The share of each combination of control values."""
 
 
 @dataclass(frozen=True)
 class SynthesisRequest:
-    """The number of rows, and how they are drawn and filtered.
+    """The number of rows, and the settings of sampling and filters.
 
     Attributes:
         rows: Number of rows, >= 1.
-        temperature: 0: the likeliest token each time.
-        top_p: Only the likeliest tokens that together have this probability, in (0, 1].
-        max_new_tokens: At most this many tokens each; None: the recipe's data.max_length, or as many as the model has room for.
-        seed: Decides everything random, on one kind of device; None: the operating system does.
-        prompts: File of public prompts, as ``read_prompts`` reads it, that the texts answer; rows cycle through them.
-        attempts: At most so many texts are drawn for each row, on average, >= 1.
-        keep_unfinished: See ``draft.filters`` for this and min_words.
-        keep_duplicates: Take a text that is there already, behind the same prompt.
+        temperature: 0 for greedy decoding.
+        top_p: Nucleus sampling: only the likeliest tokens that together have this probability, in (0, 1].
+        max_new_tokens: At most this many tokens each; None: the recipe's data.max_length, or the room that the model has.
+        seed: The same seed gives the same rows, on one kind of device; None: a secret random seed.
+        prompts: File of public prompts in the format of ``read_prompts``; rows cycle through them.
+        attempts: Largest mean number of texts that are drawn for each row, >= 1.
+        keep_unfinished: See ``draft.filters``, also for ``min_words``.
+        keep_duplicates: Keep a text that repeats an earlier text of the same prompt.
     """
 
     rows: int
@@ -71,7 +71,7 @@ class SynthesisRequest:
     min_words: int = 0
 
     def __post_init__(self) -> None:
-        """Refuses what nothing could be drawn by, with a ConfigError."""
+        """Raises ConfigError for values with which no text can be drawn."""
         if min(self.rows, self.attempts, (self.seed or 0) + 1) < 1:
             raise ConfigError(
                 f"rows {self.rows}, attempts {self.attempts} and seed {self.seed} are out of range: the first two are at least "
@@ -82,20 +82,20 @@ class SynthesisRequest:
 def synthesize(
     run: RunDir, request: SynthesisRequest, output: Path | None = None, not_measured: Tell | None = None
 ) -> Path:
-    """Writes a data set and returns its folder; an interrupted call resumes where it stopped, and ends in the same bytes.
+    """Writes a data set and returns its folder. The same call after an interruption resumes, and gives the same bytes.
 
     Args:
         run: A finished run with its card.
-        request: What is asked for.
-        output: Where; None: ``synthetic`` in the run directory.
-        not_measured: Called with what of the quality could not be measured; what fails loses no row, since the same call goes
-            on. None: nothing is measured.
+        request: Number of rows, sampling and filters.
+        output: Folder; None: ``synthetic`` in the run directory.
+        not_measured: Called with each figure of quality that could not be measured. No rows are lost if a measurement fails,
+            since the same call resumes. None: quality is not measured.
 
     Raises:
-        ConfigError: No card, no released shares of the control columns, no prompts where the format needs them, settings that
-            allow no text, a folder that holds something, a draft with other settings; or too few texts passed the filters.
+        ConfigError: There is no card, no released shares of the control columns, or no prompts where the format needs them; the
+            folder is not empty, a draft has other settings, no text is possible, or too few texts passed the filters.
         DataError: The prompts cannot be read.
-        Refused: A run without guarantee on data that are not public; or prompts that are its private data.
+        Refused: The run gives no guarantee and its data are not public, or the prompts are its private data.
     """
     opened, statement = carded(run)
     config = opened.config
@@ -127,7 +127,7 @@ def synthesize(
             sampling=Sampling.pick({**asdict(request), "engine": "transformers"}),
             attempts=len(rows) + sum(dropped.values()),
             dropped=dropped,
-            files={},  # the card fills them in
+            files={},  # write_dataset_card fills them in
             quality=quality,
             date=time.strftime("%Y-%m-%d", time.gmtime()),
             software=processes.versions(),
@@ -141,7 +141,7 @@ def synthesize(
 
 
 def _output_of(run: RunDir, statement: PrivacyRecord, output: Path | None) -> Path:
-    """The folder of the data set; refuses a run without a guarantee on private data."""
+    """The folder of the data set. Refuses a run on private data that gives no guarantee."""
     if not statement.guarantee and not statement.data_public:
         raise Refused(
             f"{run.root}: gives no guarantee, and its data are not declared public, so generated rows may repeat private rows. "
@@ -155,7 +155,7 @@ def _output_of(run: RunDir, statement: PrivacyRecord, output: Path | None) -> Pa
 
 
 def _refuse_private(run: RunDir, config: RunConfig, statement: PrivacyRecord, file: Path, prompts: list[str]) -> None:
-    """Refuses private prompts, which rows would publish: a file in private/, and a copy of private rows anywhere."""
+    """Refuses private prompts, which the rows would publish: a file in private/, or a copy of private rows elsewhere."""
     public = statement.data_public and (config.data.eval is None or config.data.eval_public)
     reason = "is private data of the run"
     if not public and not run.rows.exists():
@@ -189,9 +189,9 @@ def _prompts(config: RunConfig, file: Path | None) -> list[str] | None:
 
 
 def _shares(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> tuple[str | None, Shares]:
-    """The share of each combination of control values, and the released statistic that states it; empty without control.
+    """The released statistic and the share of each combination of control values; None and empty without control columns.
 
-    Without a guarantee the training rows say so, which are public: see ``_place``.
+    A run without a guarantee has public training rows here (see ``_output_of``), so they are counted exactly.
     """
     if not (columns := config.data.control):
         return None, {}
@@ -210,7 +210,7 @@ def _shares(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> tuple[s
 
 
 def _longest(config: RunConfig, generator: generate.Generator, prompts: list[str] | None, shares: Shares) -> int:
-    """The default length of a text: as in training, or the room behind the longest line and prompt."""
+    """The default length of a text: as in training, or the room after the longest control line and prompt, if that is less."""
     lines: list[str | None] = [layouts.code_line(config.data.control, values) for values in shares]
     parts = (lines or ([] if prompts else [None]), prompts or ())
     longest = sum(max(map(len, generate.encode_all(generator, part)), default=0) for part in parts)
@@ -221,7 +221,7 @@ def _longest(config: RunConfig, generator: generate.Generator, prompts: list[str
 def _heads(
     columns: Sequence[str], count: int, prompts: list[str] | None, shares: Shares, seed: int
 ) -> list[dict[str, str]]:
-    """The codes and the prompt of each row, drawn before any text, so that filters do not change their shares."""
+    """The control codes and the prompt of each row. Drawn before any text, so that filters do not change their shares."""
     codes: list[tuple[str, ...]] = [()] * count
     if shares:
         codes = random.Random(f"{seed} codes").choices(list(shares), list(shares.values()), k=count)
@@ -233,7 +233,7 @@ def _heads(
 
 
 def _continued(columns: Sequence[str], head: Mapping[str, str]) -> str | None:
-    """The text that the model continues; None: it writes from the beginning."""
+    """The text that the model continues; None: it starts without a prompt."""
     line = layouts.code_line(columns, [head[column] for column in columns]) if columns else ""
     return line + head.get("prompt", "") or None
 
@@ -241,7 +241,7 @@ def _continued(columns: Sequence[str], head: Mapping[str, str]) -> str | None:
 def _settings(request: SynthesisRequest, run: RunDir) -> dict[str, Any]:
     settings = {**asdict(request), "recipe": sha256(run.config), "card": sha256(run.export / BLOCK)}
     settings |= {"prompts": sha256(request.prompts)} if request.prompts else {}
-    del settings["attempts"]  # which decides nothing that is drawn
+    del settings["attempts"]  # does not change the draws
     return settings | {"software": processes.versions()}
 
 
@@ -252,10 +252,10 @@ def _draw(
     heads: Sequence[Mapping[str, str]],
     saved: draft.Draft,
 ) -> tuple[list[str], dict[str, int]]:
-    """Draws until every row has its text; the texts, and how many were dropped for each reason.
+    """Draws until every row has a text. Returns the texts, and the number of dropped texts for each reason.
 
     Raises:
-        ConfigError: Too few passed.
+        ConfigError: Too few texts passed the filters.
     """
     sampling = {name: getattr(request, name) for name in ("temperature", "top_p", "max_new_tokens")}
     filters = draft.filters(keep_unfinished=request.keep_unfinished, min_words=request.min_words)
