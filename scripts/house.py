@@ -206,7 +206,7 @@ FEATURES = (
         "comparison",
         "Runs side by side, and a sweep that is paid as one.",
         ("comparison/*.py", "cli/compare.py"),
-        1_728,
+        1_726,
     ),
     Feature(
         "errors and files",
@@ -227,7 +227,7 @@ LIMITS = {
     "rooms in cycles": 0,
     "files in cycles": 0,
 }
-MOST_LINES = 36_467  # of all features together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 36_465  # of all features together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
