@@ -102,3 +102,15 @@ def test_screen_and_card_tell_the_same_rows(path: Path) -> None:
     assert all(f"| {' | '.join(row)} |" in card for row in [*attacks, *secrets])
     assert all(cell in shown for row in attacks for cell in row[:-1])  # numbers of canaries stand below
     assert all(cell in shown for row in secrets for cell in row)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "words"), [(None, "never"), (1234.0, "1,234"), (5e6, "5e+06"), (2e12, "over 1e12")]
+)
+def test_the_screen_says_how_many_samples_show_a_secret(attempts: float | None, words: str) -> None:
+    report = json.loads(PUBLISHED[0].read_text())
+    first = next(iter(report["sampling"].values()))
+    first["all_tokens"]["median_attempts"]["inserted"] = attempts
+    console = recorded(300)
+    console.print(terminal.table(parse_audit(report, "audit.json")))
+    assert f"{words};" in console.export_text()
