@@ -208,9 +208,9 @@ def _rehearsal(packing: Packing, vocab_size: int) -> list[Pass]:
     """The passes that need most memory: the longest rows, the shortest units, and a unit that spans passes."""
     rows_each, longest = packing.rows_each, packing.max_length
     count = 1 if packing.alone else packing.room // (rows_each * longest)
-    shortest = min(packing.most_units, packing.room // (2 * rows_each))
+    num_short = 0 if packing.alone else min(packing.most_units, packing.room // (2 * rows_each))
     long_units = [_synthetic(longest, vocab_size, rows_each)] * count
-    short_units = [_synthetic(2, vocab_size, rows_each)] * (0 if packing.alone else shortest)
+    short_units = [_synthetic(2, vocab_size, rows_each)] * num_short
     full = lay_out(long_units, packing, 0)
     short = [lay_out(short_units, packing, 0)] if short_units else []
     unit = lay_out([Unit(tuple(row for unit in long_units for row in unit.sequences))], packing, 0)

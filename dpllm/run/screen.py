@@ -218,8 +218,8 @@ class Samples:
 
         Guarantee:
             The texts are a function of the weights after a step and of public prompts. The Plan's epsilon covers the weights
-                after every step, so the texts are post-processing and cost nothing. Model, random state and hooks are unchanged
-                afterwards: no random number is drawn, no gradient is computed, and dropout is off meanwhile.
+            after every step, so the texts are post-processing and cost nothing. Model, random state and hooks are unchanged
+            afterwards: no random number is drawn, no gradient is computed, and dropout is off meanwhile.
         """
         device = next(model.parameters()).device
         texts = []

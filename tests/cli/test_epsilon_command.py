@@ -9,6 +9,7 @@ from commands import fresh
 from dpllm.cli import main
 from dpllm.privacy.accounting import dp_sgd_event, epsilon
 from dpllm.privacy.events import Gaussian, SelfComposed
+from dpllm.statement.formatting import limit_text
 
 RUN = ["--dataset-size", "5000", "--batch-size", "100", "--steps", "150", "--delta", "1e-5"]
 NOISE = ["--noise-multiplier", "0.8"]
@@ -39,6 +40,27 @@ def test_the_number_is_the_accountants(capsys: Any) -> None:
     assert [delta for delta, _ in answer["curve"]] == [1e-4, 1e-5, 1e-6, 1e-7, 1e-8]
     assert set(answer["limits"]) == {"tpr_at_fpr_0.001", "tpr_at_fpr_0.01", "auc", "gdp_mu"}
     assert "2.964" in answer["statement"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("tpr_at_fpr_0.01", 0.10101, "10.2%"),
+        ("tpr_at_fpr_0.001", 0.03, "3%"),
+        ("auc", 0.700001, "0.7001"),
+        ("gdp_mu", None, "infinite"),
+    ],
+)
+def test_limits_on_an_attacker_are_rounded_up(name: str, value: float | None, text: str) -> None:
+    """To the nearest, a card or a plan would promise more than was proved."""
+    assert limit_text(name, value) == text
+
+
+def test_the_table_shows_limits_rounded_up(capsys: Any) -> None:
+    limits = ask(capsys, *RUN, *NOISE)["limits"]
+    assert main(["epsilon", *RUN, *NOISE]) == 0
+    printed = capsys.readouterr().out
+    assert all(limit_text(name, value) in printed for name, value in limits.items())
 
 
 def test_epsilon_without_amplification_is_one_gaussian_an_epoch(capsys: Any) -> None:

@@ -55,7 +55,7 @@ def test_real_rows_are_scored_in_private(copy: Place) -> None:
         (["--epsilon", "3"], "--epsilon is for a model trained elsewhere"),
         (["--train.steps", "3"], "audited as it was trained"),
         (["--positive-control", "nowhere"], "holds no run"),
-        (["--members", "--positive-control", "run"], "two separate audits"),
+        (["--members", "--positive-control", "run"], "--members and --positive-control ask for two separate audits"),
         (["--members", "--shadows", "2"], "two separate audits"),
     ],
 )

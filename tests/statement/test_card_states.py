@@ -264,6 +264,25 @@ def test_six_questions_are_answered_above_what_is_for_engineers() -> None:
     assert all(line in officer for line in block["not_covered"])
 
 
+@pytest.mark.parametrize(
+    ("above_epsilon", "words"), [(1e-3, "would contradict ε ="), (0.0, "would not contradict ε =")]
+)
+def test_the_card_says_whether_any_attack_could_contradict_epsilon(above_epsilon: float, words: str) -> None:
+    ceiling = plan()["epsilon"] + above_epsilon
+    bound = {**audit()["epsilon_lower_bound"], "ceiling": ceiling}
+    text = render_card(config(), plan(), record(), audit(epsilon_lower_bound=bound))[0]
+    (row,) = (line for line in text.splitlines() if line.startswith("| Audit of the weights"))
+    assert words in row
+
+
+def test_the_card_says_who_vouches_and_without_a_guarantee_nothing_recomputes_epsilon() -> None:
+    for its_record, recomputed in ((record(), True), (broken("no"), False)):
+        text = render_card(config(), plan(), its_record, None)[0]
+        (row,) = (line for line in text.splitlines() if line.startswith("| Who vouches"))
+        assert "its author, for the training" in row
+        assert ("`dpllm verify` recomputes ε" in row) == recomputed
+
+
 def test_a_merged_copy_says_so_and_is_used_as_a_whole_model() -> None:
     block = render_card(config(), plan(), record(), audit())[1]
     merged = {**block, "merged_from": {"files": {"adapter_model.safetensors": HASH}}}
