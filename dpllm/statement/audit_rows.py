@@ -140,7 +140,7 @@ def attacks(named_attacks: Iterable[tuple[str, Attack]], *, claimed: bool = True
         )
     rates = "True positives at 1% false positives (interval)"
     area = f"AUC ({percent(sure)} interval)"
-    return Table(("Attack", "Canary copies", area, "ε allows", rates, "ε allows", "Planted, left out"), rows)
+    return Table(("Attack", "Canary copies", area, "ε allows", rates, "ε allows", "Planted, not planted"), rows)
 
 
 def secrets(exposure: Mapping[str, Exposure], extraction: Mapping[str, Extraction]) -> Table:
