@@ -34,8 +34,8 @@ CONTACT = ("--card.contact", "the maintainers of dpllm, by an issue in its repos
 TUNING = (
     "Learning rate and batch were chosen at epsilon 3, by runs on the same rows, scored on public prompts that are not scored "
     "here: rates 0.0066, 0.01, 0.015 and 0.022 with 512 rows, and 1,024 rows at 0.0066. Before them, and in no ledger: 24 steps "
-    "of 128 rows with LoRA of rank 8 and independent noise, and a warm-up on templated text. Without privacy: rate 0.0066, better "
-    "than 0.003 on the scored prompts themselves."
+    "of 128 rows with LoRA of rank 8 and independent noise, and a warm-up on templated text. Without privacy: rate 0.0066, "
+    "better than 0.003 on the scored prompts themselves."
 )
 Arguments = tuple[object, ...]
 
