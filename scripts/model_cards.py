@@ -60,8 +60,9 @@ def synthetic() -> None:
 def e2e(model: Path, data: Path) -> None:
     """A model of 135 million weights on public text, at epsilon 8 and 3 and without privacy, with equal rows."""
     runs, ledger = _fresh("smollm2-e2e")
-    rows = ("--data.train", data / "train.jsonl", "--data.eval", data / "score.jsonl", "--data.public", "true")
-    keys = ("--model.name_or_path", model, *rows, *CONTACT, "--card.tuning", TUNING)
+    shared = ("--model.name_or_path", model, "--data.public", "true")
+    rows = ("--data.train", data / "train.jsonl", "--data.eval", data / "score.jsonl")
+    keys = (*shared, *rows, *CONTACT, "--card.tuning", TUNING)
     settings = {
         "epsilon-8": (),
         "without-privacy": ("--privacy.enabled", "false", "--train.learning_rate", "6.6e-3"),
@@ -74,8 +75,8 @@ def e2e(model: Path, data: Path) -> None:
     names = [f"smollm2-e2e-{name}" for name in settings]
     _publish(runs, {name: name for name in names}, ledger, "smollm2-e2e", "--tasks", 30)
     # Texts with food and area as control codes, at epsilon 8 together with the released shares.
-    texts = ("--data.train", data / "texts-train.jsonl", "--data.eval", data / "texts-score.jsonl")
-    keys = ("--model.name_or_path", model, *texts, "--data.control", "[food, area]", "--data.max_length", 96)
+    rows = ("--data.train", data / "texts-train.jsonl", "--data.eval", data / "texts-score.jsonl")
+    keys = (*shared, *rows, "--data.control", "[food, area]", "--data.max_length", 96)
     shares = ("--shares", "food=Chinese,English,none;area=city centre,riverside,none", "--delta", "1e-6")
     own = ("--privacy.epsilon", 7.5, "--privacy.delta", "9e-6")
     _data_set("smollm2-e2e-texts", E2E, shares, (*keys, "--privacy.dataset", "e2e_nlg_texts"), own)
@@ -141,7 +142,7 @@ def _data_set(card: str, recipe: str, asked: Arguments, keys: Arguments, own: Ar
     runs, ledger = _fresh(card)
     statistics, run, keys = runs / "describe.json", runs / "run", (*keys, "--privacy.ledger", ledger)
     _dpllm("describe", recipe, *keys, "--epsilon", 0.5, *asked, "--output", statistics)
-    _dpllm("train", recipe, *keys, *own, "--output_dir", run)
+    _dpllm("train", recipe, *keys, *own, *CONTACT, "--output_dir", run)
     _dpllm("card", run, "--describe", statistics)
     _dpllm("synthesize", run, "--rows", 500, "--seed", 1)
     _dpllm("verify", run / "synthetic")
