@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +44,8 @@ from dpllm.run.screen import Samples
 from dpllm.text import data, tokens
 from dpllm.text.data import Rows, each_row
 from dpllm.text.layouts import Row
+
+SLOW = 3.0  # times the float32 time of a product, from which a run says so
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,36 @@ def is_low(net: Any, precision: torch.dtype | None) -> bool:
     return any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
 
 
+def slow_precision(net: Any, precision: torch.dtype | None, device: torch.device) -> str | None:
+    """A warning if this CPU computes far slower in the run's precision than in float32; products of both are timed.
+
+    A CPU without instructions for bfloat16 or float16 emulates them. ``precision`` is that of autocast.
+    """
+    key, dtype = "train.precision", precision
+    if dtype is None:
+        key, dtype = "model.dtype", next((p.dtype for p in net.parameters() if not p.requires_grad), torch.float32)
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    ratio = _product_seconds(dtype) / _product_seconds(torch.float32)
+    if ratio < SLOW:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"on this CPU a product in {name} takes {ratio:.0f} times as long as in float32, which slows every step. Type --{key} "
+        f"{'fp32' if precision else 'float32'}."
+    )
+
+
+def _product_seconds(dtype: torch.dtype) -> float:
+    """The least of three times of a product of 0.13 GFLOP."""
+    left, right, times = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype), []
+    for _ in range(3):
+        begun = time.perf_counter()
+        left @ right
+        times.append(time.perf_counter() - begun)
+    return min(times)
+
+
 def build_model(decision: Decision, device: torch.device, console: Console) -> tuple[Any, dict[str, float] | None]:
     """The model with its trainable parameters, and the dropout rates that were set to zero; prints both."""
     config = decision.config
@@ -112,6 +145,9 @@ def build_model(decision: Decision, device: torch.device, console: Console) -> t
     loading.check_length(config, net)
     total = sum(parameter.numel() for parameter in net.parameters())
     console.print(adapters.trainable_text(adapters.trainable_table(net), total), markup=False, highlight=False)
+    slow = slow_precision(net, loading.precision_of(config.train, device), device)
+    if slow and not decision.resumed:  # a resumed run keeps its precision
+        console.print(f"Beware: {slow}", markup=False, highlight=False, soft_wrap=True)
     dropout_off = loading.without_dropout(net) if decision.plan else None
     if dropout_off:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in dropout_off.items())
