@@ -272,7 +272,7 @@ def use_reservation(
 
 
 def _cost(dataset: str, request: RunRequest) -> float:
-    num_steps = count_releases(request.event)
+    num_steps = request.parts * count_releases(request.event)
     if not 0 <= request.num_steps <= num_steps:
         raise ConfigError(
             f"the event pays for {num_steps} steps of a run on {dataset!r} that has {request.num_steps}: "

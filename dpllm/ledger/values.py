@@ -49,12 +49,13 @@ class RunRequest:
 
     event: Event  # everything that it will release
     delta: float  # delta at which it states its own epsilon
-    num_steps: int  # logical batches to execute, at most as many as ``event`` pays for
+    num_steps: int  # logical batches to execute, at most as many as ``event`` pays for in all parts
     unit: str
     relation: Relation
     run: str = ""  # name of the run, for people
     flaw: str | None = None  # why it gives no guarantee; None if it gives one
     final: bool = False  # request admission by the exact total, which closes the account for good
+    parts: int = 1  # disjoint sets of units, each of which takes part in one ``event``
 
     @classmethod
     def of(cls, plan: Plan, run: str = "", flaw: str | None = None, *, final: bool = False) -> RunRequest:

@@ -9,7 +9,8 @@ Guarantee:
     draws its batch by an independent coin. A batch votes for one text, at most T times, lost draws included, and never again,
     whether or not the text is kept: batches are disjoint, so texts compose in parallel. The number of texts depends only on texts
     that were drawn, and the end of a text only on its tokens. The prompt of a record depends only on its own unit's rows. The
-    event is charged before the first token (Dwork and Roth 2014, proposition 2.1 and section 3.5).
+    event is charged before the first token (Dwork and Roth 2014, proposition 2.1 and section 3.5). The ledger counts each draw
+    before it happens, so that of several copies of a draft only one goes on.
 """
 
 from __future__ import annotations
@@ -69,8 +70,16 @@ def _quote(config: RunConfig, request: InferenceRequest, source: Opened) -> Rele
 
 
 def _reservation(config: RunConfig, quoted: ReleaseQuote) -> RunRequest:
-    owner = config.data.unit, quoted.relation
-    return RunRequest(quoted.event, quoted.delta, 1, *owner, "synthesize: inference", final=config.privacy.final)
+    return RunRequest(
+        quoted.event,
+        quoted.delta,
+        quoted.texts * quoted.event.count,
+        config.data.unit,
+        quoted.relation,
+        "synthesize: inference",
+        final=config.privacy.final,
+        parts=quoted.texts,
+    )
 
 
 def private_of(output: Path) -> Path:
@@ -184,19 +193,30 @@ class _Job:
             raise Refused(
                 f"entry {entry} of the ledger is {run.state}, so nothing more is drawn by it. Remove {path}, and pay again."
             )
-        if not run.steps:
-            ledger.charge(entry, 1)
         self.reservation = Reservation(entry, ledger)
         self.tokens = defaultdict[int, list[int | None]](list)  # text -> drawn tokens; None: a crash lost the token
-        for text, *token in self.draft.lines:
-            if token:
-                self.tokens[text][-1] = token[0]
-            else:
-                self.tokens[text].append(None)
+        for text, token in self.draft.lines:
+            self.tokens[text].append(token)
+        if run.steps == len(self.draft.lines) + 1:
+            last = max(self.tokens, default=0)
+            lost = last if self._remaining(last) else last + 1
+            self.draft.add([lost, None])
+            self.tokens[lost].append(None)
+        elif run.steps != len(self.draft.lines):
+            raise Refused(
+                f"{path}: holds {len(self.draft.lines)} draws of entry {entry}, of which the ledger counts {run.steps}: it is a "
+                "copy or an older version, and the same records would vote again. Go on where the latest one is; or remove it, "
+                "and pay again."
+            )
+
+    def _remaining(self, number: int) -> int:
+        """How many draws a text has left."""
+        draws = self.tokens[number]
+        return self.request.max_new_tokens - len(draws) if self.ends.isdisjoint(draws) else 0
 
     def _next(self, number: int, draw: Callable[[], int]) -> int:
-        """Draws the next token of a text. Each draw is on disk before it happens, so a draw that a crash loses counts too."""
-        self.draft.add([number])
+        """Draws the next token of a text. The ledger counts it before it happens, so that a draw lost by a crash counts too."""
+        self.reservation.charge(len(self.draft.lines) + 1)
         token = draw()
         self.draft.add([number, token])
         return token
@@ -240,10 +260,8 @@ class _Job:
             yield [units[number] for number in numbers]
 
     def _text(self, number: int, batch: Sequence[Sequence[Row]], line: str) -> Sample:
-        draws = self.tokens[number]
-        tokens = [token for token in draws if token is not None]
-        remaining = self.request.max_new_tokens - len(draws) if self.ends.isdisjoint(tokens) else 0
-        if remaining:
+        tokens = [token for token in self.tokens[number] if token is not None]
+        if remaining := self._remaining(number):
             reader, prompts = self.reader, self._prompts(line)
             rows = [prompts([]), *(prompts(self._record(row)) for unit in batch for row in unit)]
             logits = reader.read(rows)

@@ -15,6 +15,7 @@ from voting import ROWS, TOKENS, Place, shares_of
 
 from dpllm.files import read_json
 from dpllm.ledger import Ledger
+from dpllm.ledger.budgets import Reservation
 from dpllm.model import loading
 from dpllm.model.loading import load_tokenizer
 from dpllm.privacy.accounting import epsilon
@@ -79,17 +80,17 @@ def test_batches_are_disjoint_and_follow_slots_or_coins(place: Place, monkeypatc
 
 
 def dies_at(patch: pytest.MonkeyPatch, number: int, *, drawn: bool) -> None:
-    """The so-manyth draw ends in a crash, before the token is known, or once it is written."""
-    add, count = Draft.add, [0]
+    """The so-manyth draw ends in a crash, once the ledger has counted it and before the token is known, or once it is written."""
+    owner, name = (Draft, "add") if drawn else (Reservation, "charge")
+    call, count = getattr(owner, name), [0]
 
-    def dying(self: Draft, *lines: Any) -> None:
-        add(self, *lines)
-        here = [len(line) for line in lines] == [2 if drawn else 1]
-        count[0] += here
-        if here and count[0] == number:
+    def dying(self: Any, *of_draw: Any) -> None:
+        call(self, *of_draw)
+        count[0] += bool(of_draw)  # the first line of a draft is of no draw
+        if of_draw and count[0] == number:
             raise RuntimeError("killed")
 
-    patch.setattr(Draft, "add", dying)
+    patch.setattr(owner, name, dying)
 
 
 def crash(place: Place, number: int, *options: object, drawn: bool = True) -> None:
@@ -103,7 +104,7 @@ def crash(place: Place, number: int, *options: object, drawn: bool = True) -> No
 def test_a_crash_keeps_what_was_drawn_and_what_it_lost_counts(place: Place, drawn: bool) -> None:
     crash(place, 3, drawn=drawn)
     (run,) = place.runs()
-    assert run.steps == 1
+    assert run.steps == 3
     before = place.draft().read_bytes()
     with pytest.MonkeyPatch.context() as patch:
         of_text = calls(patch, inference._Job, "_next", lambda _, text, make: text)
@@ -113,12 +114,54 @@ def test_a_crash_keeps_what_was_drawn_and_what_it_lost_counts(place: Place, draw
     lines = place.draft().read_bytes().splitlines()
     complete_lines = before[: before.rfind(b"\n")].splitlines()
     assert lines[: len(complete_lines)] == complete_lines
-    noted = [json.loads(line) for line in lines[1:]]
-    begun = [line[0] for line in noted if len(line) == 1]
-    assert (len(begun) > len(noted) / 2) == (not drawn)  # of the lost one there is no token
-    assert all(begun.count(n) <= TOKENS for n in range(ROWS))
-    assert of_text.count(0) == begun.count(0) - 3  # none of them again
+    draws = [json.loads(line) for line in lines[1:]]
+    assert [token for _, token in draws].count(None) == (0 if drawn else 1)  # of the lost one there is no token
+    texts = [text for text, _ in draws]
+    assert all(texts.count(n) <= TOKENS for n in range(ROWS))
+    assert of_text.count(0) == texts.count(0) - 3  # none of them again
     assert place.record()["texts"] >= ROWS
+    assert place.runs()[0].steps == len(draws)
+
+
+def test_a_draw_lost_between_two_texts_counts_for_the_second(place: Place) -> None:
+    crash(place, TOKENS + 1, drawn=False)
+    with pytest.MonkeyPatch.context() as patch:
+        of_text = calls(patch, inference._Job, "_next", lambda _, text, make: text)
+        done(*place.words())
+    assert of_text.count(0) == 0
+    assert of_text.count(1) == TOKENS - 1
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_of_two_copies_of_a_draft_one_goes_on(place: Place, drawn: bool) -> None:
+    """A mutant lets the same records vote again in a copied folder, or from a backup."""
+    crash(place, 3, drawn=drawn)
+    copy = place.root / "copy"
+    copy.mkdir()
+    shutil.copy(place.draft(), copy)
+    crash(place, 2)
+    before = (copy / place.draft().name).read_bytes()
+    assert "the same records would vote again" in refused(*place.words("--output", copy / "rows"), code=3)
+    assert (copy / place.draft().name).read_bytes() == before
+    steps = place.runs()[0].steps
+    done(*place.words())
+    assert place.runs()[0].steps > steps
+
+
+def test_a_draft_that_another_process_goes_on_with_draws_no_more(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, draws = inference._Job._draw, list[int]()
+
+    def beside_another(self: Any, *arguments: Any) -> int:
+        if len(draws) == 2:
+            with Ledger(place.ledger) as ledger:
+                ledger.charge(place.runs()[0].reservation.entry, 4)
+        draws.append(draw(self, *arguments))
+        return draws[-1]
+
+    monkeypatch.setattr(inference._Job, "_draw", beside_another)
+    assert "cannot be charged" in refused(*place.words(), code=3)
+    assert len(draws) == 3
+    assert not place.output.exists()
 
 
 def test_other_settings_do_not_go_on_with_paid_draws(place: Place) -> None:
