@@ -168,4 +168,4 @@ def records_of(source: str, ledger: Ledger, unit: str, relation: Relation = "zer
     if labels and table.format != "preference":
         raise ConfigError(f"{source}: is {table.reads}, and only pairs have labels. Name pairs, or leave out --data.")
     key = ledger.records.label_key() if labels else ledger.records.key()
-    return fingerprint(table.parts(), FIELDS[table.format], key), units
+    return fingerprint(table.parts(), FIELDS[table.format], key, pairs_whole=labels), units

@@ -16,7 +16,7 @@ from typing import Any
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger.chain import Chain
 from dpllm.ledger.values import LABELS
-from dpllm.text.layouts import words
+from dpllm.text.layouts import sides, words
 
 HASH_BYTES = 8  # of a record in the overlap check: among 10^6 times 10^6 pairs, probability 10^-7 of a collision
 LEAST_SHARE = 0.01  # of the smaller dataset; a smaller overlap counts as chance (short texts, formulas)
@@ -30,7 +30,7 @@ class Fingerprint:
     """The hashed records of one dataset, under one ledger's key."""
 
     digest: str  # of all records, in hexadecimal; equal for two datasets with the same records in any order
-    # Sorted keyed hashes of the distinct records, ``HASH_BYTES`` bytes each, joined.
+    # Sorted keyed hashes of the distinct records and sides of pairs, ``HASH_BYTES`` bytes each, joined.
     hashes: bytes
     num_records: int  # duplicates included
 
@@ -42,28 +42,37 @@ class Fingerprint:
         return hashlib.sha256(f"{nonce}:{key.hex()}:{self.digest}".encode() + self.hashes).hexdigest()
 
 
-def fingerprint(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: bytes) -> Fingerprint:
+def fingerprint(
+    rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: bytes, *, pairs_whole: bool = False
+) -> Fingerprint:
     """Hashes the text of every row under the ledger's ``key``; a reordered or reformatted copy gets the same hashes.
 
-    Columns other than ``fields`` (ids, dates) do not count, so adding a column makes no new dataset. Memory holds 32 bytes for
-    each row.
+    Columns other than ``fields`` (ids, dates) do not count, so adding a column makes no new dataset. Each side of a pair has its
+    own hash, because the chosen answers alone are the same texts; not so with ``pairs_whole``, for labels. Memory holds 32 bytes
+    for each row, and 16 more for a pair.
     """
     import numpy as np
 
-    records = bytearray()
+    records, answers = bytearray(), bytearray()
     for row in rows:
-        records += hashlib.blake2b(words(row, fields).encode(), key=key, digest_size=32).digest()
-    record_N = np.sort(np.frombuffer(records, "S32"))
+        records += _hash(words(row, fields), key)
+        if not pairs_whole and len(texts := sides(row, fields)) > 1:
+            answers += b"".join(_hash(text, key)[:HASH_BYTES] for text in texts)
+    record_N, short = np.sort(np.frombuffer(records, "S32")), f"S{HASH_BYTES}"
     digest = hashlib.blake2b(record_N.tobytes(), key=key, digest_size=32).hexdigest()
-    return Fingerprint(digest, np.unique(record_N.astype(f"S{HASH_BYTES}")).tobytes(), len(record_N))
+    hashes = np.unique(np.concatenate([record_N.astype(short), np.frombuffer(answers, short)]))
+    return Fingerprint(digest, hashes.tobytes(), len(record_N))
+
+
+def _hash(text: str, key: bytes) -> bytes:
+    return hashlib.blake2b(text.encode(), key=key, digest_size=32).digest()
 
 
 def rows_among(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: bytes, reference: Fingerprint) -> int:
-    """Number of rows, duplicates included, whose text is in the dataset of ``reference``, a fingerprint with that key."""
+    """Number of rows, duplicates included, of which a side is in the dataset of ``reference``, a fingerprint with that key."""
     joined = reference.hashes
     hashes = {joined[start : start + HASH_BYTES] for start in range(0, len(joined), HASH_BYTES)}
-    digests = (hashlib.blake2b(words(row, fields).encode(), key=key, digest_size=32).digest() for row in rows)
-    return sum(digest[:HASH_BYTES] in hashes for digest in digests)
+    return sum(any(_hash(text, key)[:HASH_BYTES] in hashes for text in sides(row, fields)) for row in rows)
 
 
 def share_in_common(hashes: bytes, other_hashes: bytes) -> float:

@@ -114,7 +114,7 @@ def _checked_table(settings: DataConfig, cache: Path) -> data.Table:
 
 
 def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float, again: bool) -> Claim:
-    records = fingerprint(table.parts(), _FIELDS, ledger.records.label_key())
+    records = fingerprint(table.parts(), _FIELDS, ledger.records.label_key(), pairs_whole=True)
     if config.data.unit == "example" and len(records.hashes) // HASH_BYTES < records.num_records:
         raise DataError(
             f"{table.name}: has some pairs twice, so their label would be flipped twice for one payment. Drop them, or type "

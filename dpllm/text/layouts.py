@@ -381,14 +381,25 @@ def words(parts: Mapping[str, Any], fields: Sequence[str]) -> str:
     Spaces, line breaks, Unicode composition and the split into columns do not matter. The answers of a pair are sorted, so a
     pair with the other preference is the same record.
     """
+    return " ".join(unicodedata.normalize("NFC", " ".join(sides(parts, fields))).split())
+
+
+def sides(parts: Mapping[str, Any], fields: Sequence[str]) -> list[str]:
+    """Both sides of a pair, each the words of its prompt and answer, sorted; of any other row, its words alone."""
     texts = []
     for value in (parts[name] for name in fields):
         if isinstance(value, list):
-            value = " ".join(str(turn.get("content", "") if isinstance(turn, dict) else turn) for turn in value)
+            value = " ".join(_content(turn) if isinstance(turn, dict) else str(turn) for turn in value)
         texts.append(" ".join(unicodedata.normalize("NFC", str(value)).split()))
     if fields[1:] == FIELDS["preference"][1:]:  # the prompt is a separate field or begins each answer
-        texts = sorted(" ".join(f"{texts[0]} {answer}".split()) for answer in texts[1:])
-    return " ".join(unicodedata.normalize("NFC", " ".join(texts)).split())
+        return sorted(" ".join(f"{texts[0]} {answer}".split()) for answer in texts[1:])
+    return [" ".join(unicodedata.normalize("NFC", " ".join(texts)).split())]
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """The text of a message; a text in parts is the same text."""
+    content = message.get("content") or ""
+    return "".join(str(part.get("text") or "") for part in content) if isinstance(content, list) else str(content)
 
 
 def texts_of(row: Row, fmt: Format) -> list[tuple[str, Format, Row]]:

@@ -11,8 +11,8 @@ from ledger_stores import Place, budget, outputs, request, reserve, start
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, budgets
-from dpllm.ledger.records import HASH_BYTES, Fingerprint, fingerprint, share_in_common
-from dpllm.text.layouts import words
+from dpllm.ledger.records import HASH_BYTES, Fingerprint, fingerprint, rows_among, share_in_common
+from dpllm.text.layouts import FIELDS, words
 
 KEY = b"k" * 32
 ROWS = [{"text": f"patient {n} was seen on ward {n % 7}"} for n in range(200)]
@@ -93,6 +93,47 @@ def test_changed_copies_are_found_by_their_overlap(ledger: Ledger, rows):
     claim = reserve(ledger, "other", records=of(ledger, rows), derived_from="notes")
     assert claim.dataset == "notes"
     assert ledger.records.account_name("other") == "notes"
+
+
+CHATS = [
+    [{"role": "user", "content": f"question {n} of ward"}, {"role": "assistant", "content": f"answer {n}"}]
+    for n in range(9)
+]
+
+
+def test_a_message_in_parts_is_the_same_text():
+    def in_parts(turn, *texts):
+        return {**turn, "content": [{"type": "text", "text": text} for text in texts]}
+
+    plain = fingerprint(({"messages": turns} for turns in CHATS), ["messages"], KEY)
+    halves = [[in_parts(turn, turn["content"][:7], turn["content"][7:]) for turn in turns] for turns in CHATS]
+    for copy in ([[in_parts(turn, turn["content"]) for turn in turns] for turns in CHATS], halves):
+        assert fingerprint(({"messages": turns} for turns in copy), ["messages"], KEY) == plain
+
+
+PAIRS = [{"prompt": f"ask {n}", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(100)]
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_a_side_of_pairs_is_no_new_dataset(ledger: Ledger, side: str):
+    pairs, fields = of(ledger, PAIRS, FIELDS["preference"]), ("prompt", side)
+    budgets.set_budget(ledger, "pairs", budget(8.0), records=pairs)
+    answers = of(ledger, PAIRS[:30], fields)
+    assert share_in_common(pairs.hashes, answers.hashes) == 1.0
+    with pytest.raises(Refused, match="shares records with"):
+        reserve(ledger, "answers", records=answers)
+    assert rows_among(PAIRS, FIELDS["preference"], ledger.records.key(), answers) == 30
+    assert rows_among(PAIRS, fields, ledger.records.key(), pairs) == 100
+
+
+def test_pairs_of_answers_that_are_known_are_new_labels():
+    whole = [fingerprint(pairs, FIELDS["preference"], KEY, pairs_whole=True) for pairs in (PAIRS, _other_pairs())]
+    assert share_in_common(*(pairs.hashes for pairs in whole)) == 0.0
+    assert share_in_common(*(fingerprint(p, FIELDS["preference"], KEY).hashes for p in (PAIRS, _other_pairs()))) >= 0.3
+
+
+def _other_pairs():
+    return [{**pair, "rejected": f"worse {n}"} for n, pair in enumerate(PAIRS)]
 
 
 def test_a_few_common_records_are_taken_for_chance(ledger: Ledger):
