@@ -329,9 +329,14 @@ def is_bound(store: Store) -> bool:
 
 
 def _same_file(bound: LedgerIdentity, identity: LedgerIdentity) -> bool:
-    """Whether both are the same file: a renamed or remounted file keeps its number; a restored backup keeps host and path."""
-    if bound["file"] != identity["file"] or bound["path"] == identity["path"]:
-        return bound["file"] == identity["file"]
+    """Whether both are the same file: a renamed or remounted file keeps its number; a restored backup keeps host and path.
+
+    At the same path of another host, the file system must be the same too: numbers repeat on new volumes.
+    """
+    if bound["file"] != identity["file"]:
+        return False
+    if bound["path"] == identity["path"]:
+        return bound["volume"] == identity["volume"] or bound["host"] == identity["host"]
     # Another file at the recorded path would be taken for a restored backup. And if both paths are hard links to this file, each
     # has its own journal and SQLite reads only one of them: reservations by the other name would be lost.
     if bound["device"] != identity["device"]:

@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, urlsplit
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import make_lockable
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 TABLES = {  # table -> columns
     "meta": "key TEXT PRIMARY KEY, value TEXT NOT NULL",
     "entries": "seq {integer} PRIMARY KEY, kind TEXT NOT NULL, dataset TEXT NOT NULL, payload TEXT NOT NULL, "
@@ -111,7 +111,8 @@ class LedgerIdentity(TypedDict):
 
     path: str  # resolved path of the file; in PostgreSQL database and schema
     host: str
-    device: str  # number of the file system
+    device: str  # number of the file system, which may change when the machine starts
+    volume: str  # identifier of the file system, which most keep; "" where there is none
     file: str  # inode number; in PostgreSQL server, database and table
 
 
@@ -135,8 +136,13 @@ class SQLite:
             path.parent.mkdir(parents=True, exist_ok=True)
             make_lockable(path)
             self._path, self._file = path.absolute(), os.stat(path)
-            device, number = str(self._file.st_dev), str(self._file.st_ino)
-            self.identity = LedgerIdentity(path=str(path.resolve()), host=platform.node(), device=device, file=number)
+            self.identity = LedgerIdentity(
+                path=str(path.resolve()),
+                host=platform.node(),
+                device=str(self._file.st_dev),
+                volume=str(os.statvfs(path).f_fsid) if hasattr(os, "statvfs") else "",
+                file=str(self._file.st_ino),
+            )
             self._db = sqlite3.connect(path, timeout=PATIENCE, isolation_level=None)
         except (OSError, sqlite3.Error) as error:
             raise self.unusable(getattr(error, "strerror", error)) from error
@@ -318,7 +324,7 @@ class Postgres:
         host = self._db.info.host
         if host.startswith("/") or host in ("localhost", "127.0.0.1", "::1"):  # names that every machine has
             host = platform.node()
-        return LedgerIdentity(path=path, host=f"{host}:{self._db.info.port}", device="", file=number)
+        return LedgerIdentity(path=path, host=f"{host}:{self._db.info.port}", device="", volume="", file=number)
 
     def _create(self) -> None:
         with self._transaction("BEGIN ISOLATION LEVEL READ COMMITTED", f"SELECT pg_advisory_xact_lock({LOCK})"):

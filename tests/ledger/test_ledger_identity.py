@@ -100,6 +100,11 @@ def test_a_ledger_of_before_is_bound_at_its_first_write(original: Path) -> None:
         ({"file": "0"}, False),  # restored from a backup
         ({"device": "0"}, False),  # the file system got another number at the machine's start
         ({"device": "0", "path": "/mnt/b"}, True),  # the same number in another file system, by chance
+        ({"volume": "0"}, False),
+        (
+            {"device": "0", "volume": "0", "host": "elsewhere"},
+            True,
+        ),  # a copy at the same path, with the same number by chance
         ({"file": "0", "host": "elsewhere"}, True),
         ({"file": "0", "path": "/mnt/b"}, True),
     ],

@@ -140,7 +140,7 @@ def test_a_ledger_of_an_earlier_version_is_refused_by_name(path: Path, tmp_path:
         del value["version"]
         path.unlink()
         path.write_text(json.dumps(value), encoding="utf-8")
-    with pytest.raises(Wrong, match=r"the ledger cannot be read .*version 4"):
+    with pytest.raises(Wrong, match=r"the ledger cannot be read .*version 5"):
         last(published(tmp_path / "run", str(path)))
 
 
