@@ -314,10 +314,12 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
 def _owners_of(table: Table, number: int, row: Row, data: DataConfig) -> list[str]:
     """The owners of a row, each once; ``number`` counts from 1."""
     values = owners.values_of(row.unit) if data.owners == "several" else [row.unit]
-    list_as_text = data.owners == "several" and any(map(owners.is_written_list, values))
+    one = data.owners == "one"
+    list_as_text = any(owners.is_written_list(value, surely=one) for value in values)
     if list_as_text or any(isinstance(value, list | dict) for value in values):
-        plain = 'Write a plain list of names, or in a text "ana; ben"'
-        fix = "Set data.owners: several" if data.owners == "one" else plain
+        fix = 'Write a plain list of names, or in a text "ana; ben"'
+        if one:
+            fix = f"{fix}, and set data.owners: several" if list_as_text else "Set data.owners: several"
         raise DataError(
             f"{table.location(number)} has a list in column {data.unit!r}, where data.unit expects a name: the list would count "
             f"as one person, and nobody in it would be protected. {fix}, or name another column there."

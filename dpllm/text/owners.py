@@ -7,7 +7,10 @@ of one person are emptied: an emptied row keeps its slot, and nothing is learned
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import hashlib
+import json
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -47,9 +50,18 @@ def values_of(value: Any) -> list[Any]:
     return [part for item in items for part in (item.split(SEPARATOR) if isinstance(item, str) else [item])]
 
 
-def is_written_list(value: Any) -> bool:
-    """Whether a text, such as a csv cell, is a list in JSON or Python syntax, which would count as one name."""
-    return isinstance(value, str) and value.strip().startswith(("[", "{", "('", '("'))
+def is_written_list(value: Any, *, surely: bool = False) -> bool:
+    """Whether a text, such as a csv cell, begins as a list in JSON or Python syntax, which would count as one name.
+
+    With ``surely``, it must be a whole one: where a row has one owner, a name may be "[deleted]" or "{1f0e-77}".
+    """
+    begins = isinstance(value, str) and value.strip().startswith(("[", "{", "('", '("'))
+    if not (begins and surely):
+        return begins
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return isinstance(read(value.strip()), list | tuple | dict | set)
+    return False
 
 
 def choose_rows(owners_of_rows: Iterable[Sequence[str]], limit: int) -> tuple[Sequence[int], Graph]:

@@ -157,6 +157,14 @@ def test_nobody_is_left_unprotected(who: Any, problem: str) -> None:
 def test_a_list_where_each_row_has_one_owner_is_refused() -> None:
     with refused("row 1 .*Set data.owners: several"):
         sampled_rows(table_of([["ana", "ben"]], ["a"]), section(owners="one"))
+    for cell in ("['ana', 'ben']", '["ana", null]', " ('ana', 'ben')", "{'ana': 1}"):  # of a csv file
+        with refused('row 1 .*"ana; ben", and set data.owners: several'):
+            sampled_rows(table_of([cell], ["a"]), section(owners="one"))
+
+
+@pytest.mark.parametrize("name", ["[deleted]", "{1f0e-77}", "[", "('ana'", "[ana] ben", "(ana, ben)", "[" * 5000])
+def test_a_name_in_brackets_is_one_owner(name: str) -> None:
+    assert len(sampled_rows(table_of([name, name, "ben"], ["a", "b", "c"]), section(owners="one"))) == 2
 
 
 @pytest.mark.parametrize(
