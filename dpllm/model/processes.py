@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
@@ -88,7 +89,7 @@ def join() -> PartialState:
     """
     check_devices()
     try:  # without cpu, accelerate starts no gloo group
-        state = PartialState(cpu=not torch.accelerator.is_available(), timeout=TO_COME)
+        state = PartialState(cpu=not _on_gpu(), timeout=TO_COME)
     except distributed.DistError as error:
         raise DpllmError(
             f"the processes did not find each other within {TO_COME.seconds // 60} minutes: one ended earlier (its own output "
@@ -107,7 +108,7 @@ def join() -> PartialState:
 
 def check_devices() -> None:
     """Refuses, with a ConfigError, more processes than this machine has GPUs; to be called before the process group is made."""
-    gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    gpus = torch.cuda.device_count() if _on_gpu() else 0
     local = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")) + 1)
     if gpus and local > gpus:
         raise ConfigError(
@@ -115,6 +116,14 @@ def check_devices() -> None:
             f"its own. Type --num_processes {gpus} (accelerate; for several machines, of all of them together) or "
             f"--nproc_per_node {gpus} (torchrun), or free the other GPUs; CUDA_VISIBLE_DEVICES may hide some."
         )
+
+
+def _on_gpu() -> bool:
+    """Whether to train on a GPU: only where CUDA (or ROCm) has one, and the launch file does not say use_cpu.
+
+    Other accelerators, such as Apple's, lack float64.
+    """
+    return torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
 def several() -> bool:

@@ -89,7 +89,7 @@ def surprises(reading: Reading, units: Sequence[Unit | None], rank: int = 0, wor
     attention = RowAttention(reading.model)
     places, losses = Referenced(units), TokenLosses(reading.model, reading.device, reading.autocast)
     found_R = torch.zeros(len(places.reference_R), dtype=torch.float64)
-    with in_eval_mode(reading.model), guards.deterministic(reading.device):
+    with in_eval_mode(reading.model), guards.deterministic():
         for start in range(0, len(units), AT_ONCE):
             tell("Log-likelihoods of answers", start, len(units))
             indices = range(start, min(start + AT_ONCE, len(units)))

@@ -182,7 +182,7 @@ class StepEngine:
         for done, batch in enumerate(batches):
             tell(STEP, done, len(batches), note=f"{units} units")
             on_device = batch.to(self._device)
-            with guards.deterministic(self._device):
+            with guards.deterministic():
                 if clipper is None:
                     loss_R, norm_U = self._plain_sum(on_device, flat_P)
                 else:
@@ -333,7 +333,7 @@ class StepEngine:
             return Checked(0.0)
         self._clipper.close()  # no hooks meanwhile
         try:
-            with guards.deterministic(self._device):
+            with guards.deterministic():
                 subject = Subject(
                     model=self._model,
                     parameters=self.parameters,

@@ -53,14 +53,12 @@ def check_float32() -> None:
 
 
 @contextlib.contextmanager
-def deterministic(device: torch.device) -> Iterator[None]:
-    """Selects kernels on a GPU whose results have the same bits each time; elsewhere all kernels have this property.
+def deterministic() -> Iterator[None]:
+    """Selects kernels whose results have the same bits each time.
 
-    Atomic additions happen in a random order, so a row would be rounded differently in every pass.
+    Atomic additions happen in a random order, on a GPU and among the threads of a CPU, so a row would be rounded differently in
+    every pass.
     """
-    if device.type != "cuda":
-        yield
-        return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory

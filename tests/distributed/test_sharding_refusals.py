@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,14 +207,46 @@ def test_the_first_line_launches_a_recipe_with_this_file(path: Path, monkeypatch
 def test_every_process_of_a_machine_needs_a_gpu_of_its_own(variable: str, value: str, monkeypatch: Any) -> None:
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     processes.check_devices()
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match="3 processes were started on a machine that shows 2 GPUs"):
         processes.check_devices()
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # processes on a CPU share it
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # as cpu.yaml says; processes on a CPU share it
     processes.check_devices()
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    processes.check_devices()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "other", "use_cpu", "cpu"),
+    [
+        (True, True, "", False),
+        (True, True, "true", True),
+        (False, True, "", True),  # an Apple GPU has no float64
+        (False, False, "", True),
+    ],
+)
+def test_a_run_is_on_a_cuda_gpu_or_on_the_cpu(
+    cuda: bool, other: bool, use_cpu: str, cpu: bool, monkeypatch: Any
+) -> None:
+    asked: list[bool] = []
+
+    def state(*, cpu: bool, timeout: Any) -> Any:
+        asked.append(cpu)
+        return SimpleNamespace(num_processes=1)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: other)
+    monkeypatch.setattr(processes, "PartialState", state)
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu or "false")
+    processes.join()
+    assert asked == [cpu]
 
 
 @pytest.mark.full

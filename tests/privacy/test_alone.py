@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.model.memory import pass_length
-from dpllm.privacy import attention, selfcheck
+from dpllm.privacy import attention, guards, selfcheck
 from dpllm.privacy.gradients import PassGradients
 from dpllm.privacy.noise import GaussianNoise, noise_scale, spacing_of
 from dpllm.privacy.packing import Targets, lay_out
@@ -232,6 +232,44 @@ def test_a_mixture_of_experts_adds_the_same_bits_one_by_one() -> None:
     assert engine.packing.alone
     engine.self_check(tm.VOCABULARY)
     same_bits(engine)
+
+
+def test_one_by_one_too_processes_that_round_differently_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest is compared by ``check_rounding``; a mutant had none here."""
+    digests = [_digest_one_by_one() for _ in range(2)]
+    linear = torch.nn.functional.linear
+
+    def in_halves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As another library sums."""
+        half = weight.shape[1] // 2
+        added = linear(x[..., :half], weight[:, :half]) + linear(x[..., half:], weight[:, half:])
+        return added if bias is None else added + bias
+
+    monkeypatch.setattr(torch.nn.functional, "linear", in_halves)
+    digests.append(_digest_one_by_one())
+    assert digests[0] == digests[1] != digests[2]
+    assert all(map(len, digests))
+
+
+def _digest_one_by_one() -> str:
+    engine = tm.make_engine(tm.build("llama", LORA))
+    engine.repack(replace(engine.packing, alone=True))
+    return engine.self_check(tm.VOCABULARY).digest
+
+
+def test_kernels_give_the_same_bits_each_time_on_several_threads() -> None:
+    """Without ``deterministic``, threads add to repeated indices in a random order."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 512, generator=generator, requires_grad=True)
+    index, weight = torch.randint(0, 64, (4096,), generator=generator), torch.randn(4096, 512, generator=generator)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with guards.deterministic():
+            seen = {torch.autograd.grad((x[index] * weight).sum(), x)[0].numpy().tobytes() for _ in range(10)}
+    finally:
+        torch.set_num_threads(threads)
+    assert len(seen) == 1
 
 
 # --- noise on a lattice -------------------------------------------------------------------------------------------------
