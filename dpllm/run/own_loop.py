@@ -193,7 +193,12 @@ class Engine:
                 f"dropout was switched on again ({', '.join(dropout)}), and its masks make units depend on each other. It is off "
                 "again: leave it off while the Engine is open."
             )
-        self._ledger.charge(self.entry, self._steps + 1)  # written before the update exists
+        try:
+            self._ledger.charge(self.entry, self._steps + 1)  # written before the update exists
+        except KeyboardInterrupt:  # it may come after the write
+            self._broken |= self._ledger.run(self.entry).steps > self._steps
+            self._steps = self._ledger.run(self.entry).steps
+            raise
         self._steps += 1
         if self._broken:  # the failed step added no row of noise, so rows would correlate across a unit's next turn
             self._engine.forget_noise()

@@ -304,6 +304,28 @@ def test_a_step_that_fails_counts_and_the_next_goes_on(model: nn.Module, ledger:
         assert ledger.run(made.entry).steps == 2
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_after_an_interrupt_while_a_step_is_charged_the_next_goes_on(
+    model: nn.Module, ledger: dpllm.Ledger, written: bool
+) -> None:
+    """A mutant charges the same step again, which the ledger refuses."""
+    charge = ledger.charge
+
+    def interrupted(entry: str, step: int) -> None:
+        if written:
+            charge(entry, step)
+        raise KeyboardInterrupt
+
+    with engine(model, ledger) as made:
+        made.step()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ledger, "charge", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                made.step()
+        made.step()
+        assert ledger.run(made.entry).steps == 2 + written
+
+
 @pytest.mark.parametrize("where", ["in the draw", "in the step"])
 def test_banded_noise_takes_turns_and_takes_nothing_back_from_before_a_step_that_failed(
     model: nn.Module, ledger: dpllm.Ledger, monkeypatch: pytest.MonkeyPatch, where: str
