@@ -376,6 +376,12 @@ def _check_manifest(path: Path, manifest: Manifest) -> None:
             f"{path}: {planted} canaries were inserted and {len(everyone) - planted} were not, too few to compare; one and "
             f"{FEWEST_OUT} are needed, the others as inserted: false or as references (group: 0). {_FORM}"
         )
+    out = {canary.group for canary in manifest.canaries if not canary.inserted}
+    if alone := sorted({canary.group for canary in manifest.canaries} - out if not manifest.references else []):
+        raise ConfigError(
+            f"{path}: every canary of group {alone[0]} was inserted, so its exposure has nothing to be ranked among. Give those "
+            "that were not inserted the same group, or group: 0, which all groups share."
+        )
     if repeated := len(everyone) - len({(canary.carrier, canary.secret) for canary in everyone}):
         raise ConfigError(
             f"{path}: {repeated} canaries have the same text as another one, so it is unclear whether they were inserted. Keep "

@@ -174,6 +174,7 @@ def _recipe(run: Run, shadow: RunDir) -> RunConfig:
         "privacy.insecure_seed": None,  # or all shadows would have the same noise
         "privacy.ledger": str(shadow.root.parent / "ledger.sqlite"),
         "privacy.derived_from": None,  # that ledger knows no parent
+        "privacy.final": False,  # all shadows share that ledger
         "train.eval_every": None,
         "train.checkpoint_every": None,
         "train.sample_prompts": None,

@@ -21,6 +21,7 @@ from dpllm.auditing.gradient import GradientTable
 from dpllm.auditing.statistics import Floats, estimate_fields
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group, sum_up
 from dpllm.errors import ConfigError
+from dpllm.privacy.limits import rounded_down, rounded_up
 from dpllm.privacy.plan import AuditSettings
 from dpllm.recipe.sections import default_ways
 from dpllm.statement.audit import SCHEMA_VERSION, Controls, GroupTest, Summary
@@ -287,10 +288,10 @@ def judge(
         gradient: Result of the gradient canaries; None: there were none.
         tried: The canaries that the attack was tried on, in words.
     """
-    evidence = f"lower bound {bound.value:.3g} at confidence {1 - bound.alpha:.4g}"
+    evidence = f"lower bound {_proven(bound.value)} at confidence {1 - bound.alpha:.4g}"
     if claim is None:
         return "no_claim", f"The run makes no privacy claim; epsilon {evidence}, delta {bound.delta:g}."
-    claimed = f"the claimed epsilon {claim.epsilon:.3g} (delta {claim.delta:g}, unit {claim.unit})"
+    claimed = f"the claimed epsilon {rounded_up(claim.epsilon, 3):g} (delta {claim.delta:g}, unit {claim.unit})"
     if wrong := _contradiction(gradient, claim.epsilon):
         return "falsified", f"{wrong}, so {claimed} does not hold."
     # If words or the base model reveal the coins, they were not independent fair coins, and the theorem does not apply.
@@ -302,9 +303,10 @@ def judge(
         return "falsified", f"The {evidence} exceeds {claimed}."
     for group, test in repeated.items():
         if test.refuted:
+            allowed = rounded_up(claim.of(group).epsilon, 3)
             return "falsified", (
-                f"The lower bound {test.value:.3g} of the canaries planted {group} times, at confidence "
-                f"{1 - test.alpha:.4g}, exceeds {claim.of(group).epsilon:.3g}, which is what {claimed} allows for them."
+                f"The lower bound {_proven(test.value)} of the canaries planted {group} times, at confidence "
+                f"{1 - test.alpha:.4g}, exceeds {allowed:g}, which is what {claimed} allows for them."
             )
     if weak := _too_weak(bound, num_inserted, claim.epsilon, claimed):
         return "inconclusive", weak
@@ -321,6 +323,10 @@ def judge(
     )
 
 
+def _proven(value: float) -> str:
+    return f"{rounded_down(value, 3):g}"
+
+
 def _by_gradient(gradient: GradientAudit, controls: Controls, epsilon: float, claimed: str) -> tuple[str, str]:
     scope = "No canary of text was planted, so that nothing was asked of the weights."
     if gradient.ceiling < epsilon / 4 or controls.positive is None:
@@ -329,8 +335,8 @@ def _by_gradient(gradient: GradientAudit, controls: Controls, epsilon: float, cl
             f"on them was{'' if controls.positive else ' not'} seen to work; more of them are needed, or more steps."
         )
     return "consistent", (
-        f"The lower bound {gradient.epsilon_lower_bound:.3g} of the gradient canaries, for an observer of every step, does not "
-        f"exceed {claimed}. {scope} {_seen(controls.positive, gradient)}"
+        f"The lower bound {_proven(gradient.epsilon_lower_bound)} of the gradient canaries, for an observer of every step, does "
+        f"not exceed {claimed}. {scope} {_seen(controls.positive, gradient)}"
     )
 
 
@@ -364,9 +370,11 @@ def _contradiction(gradient: GradientAudit | None, epsilon: float) -> str:
             "units were drawn too often, or counted for more than C"
         )
     if gradient.epsilon_lower_bound > epsilon:
-        return f"The lower bound {gradient.epsilon_lower_bound:.3g} of the gradient canaries is larger"
-    if gradient.weights and gradient.weights.epsilon_lower_bound > epsilon:
-        return f"The lower bound {gradient.weights.epsilon_lower_bound:.3g} of the gradient canaries in the weights is larger"
+        return f"The lower bound {_proven(gradient.epsilon_lower_bound)} of the gradient canaries is larger"
+    if (weights := gradient.weights) and weights.epsilon_lower_bound > epsilon:
+        return (
+            f"The lower bound {_proven(weights.epsilon_lower_bound)} of the gradient canaries in the weights is larger"
+        )
     return ""
 
 
@@ -375,8 +383,8 @@ def _seen(positive: str | None, gradient: GradientAudit | None) -> str:
     if gradient is None or gradient.noise is None:
         return works
     return (
-        f"{works} Whoever saw every step could show {gradient.epsilon_lower_bound:.3g} on gradient canaries; the noise measured "
-        f"on them is {gradient.noise:.3g} C of {gradient.noise_planned:.3g} C planned."
+        f"{works} Whoever saw every step could show {_proven(gradient.epsilon_lower_bound)} on gradient canaries; the noise "
+        f"measured on them is {gradient.noise:.3g} C of {gradient.noise_planned:.3g} C planned."
     )
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from dpllm.statement import audit_rows
 from dpllm.statement.audit import Attack, AuditRecord, Summary
 from dpllm.statement.audit_rows import Row
-from dpllm.statement.formatting import bound, by_number, estimate, measured
+from dpllm.statement.formatting import bound, by_number, estimate, measured, proven
 
 Json = Mapping[str, Any]
 
@@ -75,7 +75,7 @@ def _repeated_groups(report: Summary) -> Iterator[Row]:
         group_summary = report.repeated[group]
         if group_summary.test and group_summary.claim:
             allowed = f"beside ε = {bound(group_summary.claim.epsilon)} allowed for so many copies."
-            yield Row(f"Lower bound, planted {_times(group)}", measured(group_summary.test.value), allowed)
+            yield Row(f"Lower bound, planted {_times(group)}", proven(group_summary.test.value), allowed)
     if report.sampling:
         for group in by_number(report.sampling):
             needed = report.sampling[group].all_tokens.median_attempts
@@ -105,9 +105,7 @@ def _shadows(shadows: Json) -> Iterator[Row]:
     if runs["value"] is None:
         yield Row("Lower bound, from many runs", "too few runs", "")
     else:
-        yield Row(
-            "Lower bound, from many runs", measured(runs["value"]), f"They could show {measured(runs['ceiling'])}."
-        )
+        yield Row("Lower bound, from many runs", proven(runs["value"]), f"They could show {measured(runs['ceiling'])}.")
 
 
 def _times(group: str) -> str:

@@ -33,6 +33,8 @@ PROBED_CARRIERS = 64
 """Number of carriers after which the base model predicts the next token; public and the same for every plan."""
 TRIES = 400
 """Draws for one secret before the kind is refused."""
+MOST_CANARIES, MOST_TOKENS = 25_000, 400_000
+"""Candidates and references, and their tokens to be scored, that ``dpllm verify`` reads of one audit."""
 Drawn = tuple[list[tuple[str, str]], float]
 
 

@@ -100,7 +100,9 @@ def rendered(run: RunDir, describe: Path | None = None) -> dict[str, str]:
         )
     statistics = read_json(describe or run.describe) if describe or run.describe.exists() else None
     audits = {f"audit/{name}": digest for name, digest in hashes(run.export / "audit").items()}
-    if copied := [name for name in audits if _is_copy_of_private(run, run.export / name)]:
+    # An audit with a positive control writes its tables twice: private with the control, public without it.
+    twice = [run.audit_dir(False) / name for name in TABLES] if config.privacy.enabled else []
+    if copied := [name for name in audits if _is_copy_of_private(run, run.export / name, except_for=twice)]:
         raise ConfigError(
             f"{run.export}: {copied[0]} is a copy of a file in private/, and would be published with the card. Remove it, and "
             "type the command again."
@@ -110,10 +112,13 @@ def rendered(run: RunDir, describe: Path | None = None) -> dict[str, str]:
     return pages(config, record, statement, {**record.artifacts, **audits})
 
 
-def _is_copy_of_private(run: RunDir, path: Path) -> bool:
-    size = path.stat().st_size
-    candidates = (file for file in run.private.rglob("*") if file.is_file() and file.stat().st_size == size)
-    return any(filecmp.cmp(file, path, shallow=False) for file in candidates)
+TABLES = ("tokens.parquet", "gradient.parquet")
+"""Scores of an audit."""
+
+
+def _is_copy_of_private(run: RunDir, path: Path, *, except_for: Sequence[Path]) -> bool:
+    size, files = path.stat().st_size, set(filter(Path.is_file, run.private.rglob("*"))).difference(except_for)
+    return any(filecmp.cmp(file, path, shallow=False) for file in files if file.stat().st_size == size)
 
 
 def pages(config: RunConfig, record: RunRecord, statement: PrivacyRecord, others: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.files import write_whole
 from dpllm.records import Json
-from dpllm.statement.formatting import bound, cell, count, estimate, measured, number_text, percent
+from dpllm.statement.formatting import bound, cell, count, estimate, measured, number_text, percent, proven
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,7 +46,7 @@ MEASURES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "verdict": ("The audit's verdict", lambda run: run["verdict"].replace("_", " ")),
     "epsilon_lower_bound": (
         "Epsilon lower bound",
-        lambda run: f"{measured(run['epsilon_lower_bound'])} (of {measured(run['epsilon_lower_bound_ceiling'])})",
+        lambda run: f"{proven(run['epsilon_lower_bound'])} (of {measured(run['epsilon_lower_bound_ceiling'])})",
     ),
     "auc": ("AUC of its attack", lambda run: _estimate(run["auc"], run["auc_interval"])),
     "canaries_planted": ("Canaries extracted", lambda run: f"{run['canaries_extracted']} of {run['canaries_planted']}"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from decimal import ROUND_CEILING, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -212,7 +212,16 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 def rounded_up(value: float, digits: int = 4) -> float:
     """Rounds up to some significant digits, so that an upper bound stays one."""
+    return _rounded(value, digits, ROUND_CEILING)
+
+
+def rounded_down(value: float, digits: int = 4) -> float:
+    """Rounds down to some significant digits, so that a lower bound stays one."""
+    return _rounded(value, digits, ROUND_FLOOR)
+
+
+def _rounded(value: float, digits: int, rounding: str) -> float:
     number = Decimal(repr(value))
     if not number.is_finite() or number == 0:
         return value
-    return float(number.quantize(Decimal(1).scaleb(number.adjusted() - digits + 1), rounding=ROUND_CEILING))
+    return float(number.quantize(Decimal(1).scaleb(number.adjusted() - digits + 1), rounding=rounding))

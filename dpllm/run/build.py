@@ -309,9 +309,17 @@ def tokenised_units(
     settings, table = decision.config.data, rows.table
     units = tokens.make_units(table, rows.groups, tokenizer, settings, run.private / "cache")
     if planted is not None:
-        for candidate in (*planted.canaries, *planted.references):  # an error in the audit would come too late
-            for answer in candidate.answers:
-                encode_secret(answer, table.format, tokenizer, settings)
+        scored = [  # an error in the audit would come too late
+            sum(encode_secret(answer, table.format, tokenizer, settings)[0].loss_mask)
+            for candidate in (*planted.canaries, *planted.references)
+            for answer in candidate.answers
+        ]
+        if len(scored) > canaries.MOST_CANARIES or sum(scored) > canaries.MOST_TOKENS:
+            raise ConfigError(
+                f"audit.canaries: {len(scored):,} canaries with {sum(scored):,} tokens to score are more than the "
+                f"{canaries.MOST_CANARIES:,} and {canaries.MOST_TOKENS:,} that dpllm verify reads, so no card could state the "
+                "audit. Plant fewer, or shorter ones, and draw fewer references."
+            )
         slots: list[Unit | None] = []
         for slot in canaries.slots(planted, settings):
             examples = [Row(canary.example(table.format)) for canary in slot]

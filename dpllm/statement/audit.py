@@ -29,7 +29,7 @@ from dpllm.records import (
     Text,
 )
 from dpllm.statement.audit_bounds import Claim, GradientAudit, GroupClaim, OneRunBound
-from dpllm.statement.formatting import bound, html_table, measured
+from dpllm.statement.formatting import bound, html_table, proven
 
 SCHEMA_VERSION = 4
 """Of audit.json; versions 1 to 3 are refused."""
@@ -247,8 +247,8 @@ class Summary(Record):
         return {
             "verdict": self.verdict,
             "reason": self.verdict_reason,
-            "epsilon is at least": measured(lower.value),
-            "by gradient canaries, at least": self.gradient and measured(self.gradient.epsilon_lower_bound),
+            "epsilon is at least": proven(lower.value),
+            "by gradient canaries, at least": self.gradient and proven(self.gradient.epsilon_lower_bound),
             "claimed epsilon": claim and bound(claim.epsilon),
         }
 

@@ -22,6 +22,7 @@ from dpllm.statement.formatting import (
     p_value,
     percent,
     percent_bound,
+    proven,
     share,
 )
 
@@ -70,7 +71,7 @@ def findings(
     rows = [
         Row(
             "Lower bound on ε",
-            f"{measured(lower.value)} with {percent(1 - lower.alpha)} confidence{at}",
+            f"{proven(lower.value)} with {percent(1 - lower.alpha)} confidence{at}",
             f"({lower.method}; {guesses}){beside}.",
         ),
         Row(
@@ -93,7 +94,7 @@ def _gradient(audit: GradientAudit, thing: str, planned: int) -> list[Row]:
             "Gradient canaries",
             f"{count(audit.canaries)} known vectors of length C were each planted in the summed gradients, or left out, by a "
             f"fair coin, and were sampled, clipped and noised like any {thing}. An observer of the noised sums of {steps} steps "
-            f"who knew the vectors could prove ε ≥ {measured(audit.epsilon_lower_bound)} with {percent(1 - audit.alpha)} "
+            f"who knew the vectors could prove ε ≥ {proven(audit.epsilon_lower_bound)} with {percent(1 - audit.alpha)} "
             f"confidence ({ceiling}).",
             "That tests the mechanism, not what the weights remember: whoever holds only the weights sees less.",
         ),
@@ -112,7 +113,7 @@ def _gradient(audit: GradientAudit, thing: str, planned: int) -> list[Row]:
             Row(
                 "The same in the weights",
                 f"whoever holds the weights before and after the run, and saw no step, could prove ε ≥ "
-                f"{measured(weights.epsilon_lower_bound)} with {percent(1 - weights.alpha)} confidence ({ceiling}).",
+                f"{proven(weights.epsilon_lower_bound)} with {percent(1 - weights.alpha)} confidence ({ceiling}).",
                 f"Expected to be visible in the final weights is ε {measured(weights.expected_epsilon)}, by the last-iterate "
                 "comparison, a heuristic and no bound: of that an audit with so many vectors finds a part.",
             ),

@@ -66,6 +66,11 @@ def count(value: int) -> str:
     return f"{value:,}"
 
 
+def proven(value: float | None) -> str:
+    """A lower bound, rounded down to two decimals, so that the rounded statement is still true."""
+    return NOT_MEASURED if value is None else f"{math.floor(round(value * 100, 9)) / 100:.2f}"
+
+
 def measured(value: float | None, decimals: int = 2) -> str:
     """A measured number, rounded to the nearest."""
     return NOT_MEASURED if value is None else f"{value:.{decimals}f}"

@@ -136,7 +136,7 @@ def why_not(config: RunConfig, plan: Plan | None, record: RunRecord, audit: Audi
         return None
     bound, finding = audit.epsilon_lower_bound, audit.verdict_reason.rstrip(". ")
     if bound.value > plan.epsilon:
-        sure, at_least = formatting.percent(1 - bound.alpha), formatting.measured(bound.value)
+        sure, at_least = formatting.percent(1 - bound.alpha), formatting.proven(bound.value)
         planned = f"the run was planned for {formatting.bound(plan.epsilon)}"
         finding = f"epsilon is at least {at_least} with {sure} confidence, and {planned}"
     return f"the audit of these weights contradicts it: {finding}"

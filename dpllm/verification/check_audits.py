@@ -21,7 +21,7 @@ from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_tokens
 from dpllm.canaries import canaries
 from dpllm.files import of_model
 from dpllm.privacy import banded
-from dpllm.privacy.limits import MechanismLimits
+from dpllm.privacy.limits import MechanismLimits, rounded_down
 from dpllm.privacy.plan import AuditSettings, Plan
 from dpllm.run.directory import RunDir
 from dpllm.statement import state
@@ -32,7 +32,7 @@ from dpllm.verification import values
 from dpllm.verification.check_promise import MAGNIFIED, MOST_STEPS
 from dpllm.verification.values import WRITE_AGAIN, Check, Published, Wrong
 
-MOST_ROWS, MOST_CANARIES, MOST_TOKENS = 100_000, 25_000, 400_000
+MOST_ROWS = 100_000
 MOST_FOOTER, MOST_UNPACKED, MOST_MEMORY = 2**20, 2**27, 2**29
 """Bytes of a table: its footer, its columns according to the footer, and memory while it is read."""
 _ID = re.compile(r"[cr]\d{5,8}-?")  # with a dash: the rejected answer of a pair
@@ -112,7 +112,7 @@ def tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
 def _read_tables(folder: Path, size: int, changed: int) -> tuple[tuple[CanaryScores, ...], TokenTable]:
     tokens = read_tokens(folder / "tokens.parquet")
     table = sum_up(tokens)
-    if len(table) > MOST_CANARIES:
+    if len(table) > canaries.MOST_CANARIES:
         raise Wrong(f"it scored {len(table):,} canaries, more than any audit of dpllm. {AUDIT_AGAIN}")
     return table, tokens
 
@@ -122,12 +122,12 @@ def _only_numbers(path: Path) -> None:
     from pyarrow import parquet
 
     scored = {field.name.removesuffix("_N") for field in fields(TokenTable) if field.name.startswith(("tuned", "base"))}
-    described(path, {"canary_id", "zlib_bytes", "group", "inserted", "secret", "word"} | scored, MOST_TOKENS)
+    described(path, {"canary_id", "zlib_bytes", "group", "inserted", "secret", "word"} | scored, canaries.MOST_TOKENS)
     # Read as a dictionary, because a few bytes can encode any number of long names.
     with path.open("rb") as file:
         table = parquet.read_table(file, columns=["canary_id"], read_dictionary=["canary_id"], use_threads=False)
     names = table["canary_id"]
-    if sum(len(chunk.dictionary) for chunk in names.chunks) > MOST_TOKENS:
+    if sum(len(chunk.dictionary) for chunk in names.chunks) > canaries.MOST_TOKENS:
         raise Wrong(f"{path.name} names more canaries than any audit of dpllm. {AUDIT_AGAIN}")
     if any(len(str(name)) > 10 for chunk in names.chunks for name in chunk.dictionary):
         raise Wrong(f"{path.name} has a canary name that dpllm never writes. {AUDIT_AGAIN}")
@@ -237,8 +237,8 @@ def _statistics(plan: Plan, report: AuditRecord, tokens: TokenTable, gradient: G
     bound = computed.epsilon_lower_bound
     return values.verified(
         "audit: statistics",
-        f"{len(stated)} parts of audit.json follow from the scores; verdict {computed.verdict}, lower bound {bound.value:.3g}, "
-        f"of at most {bound.ceiling:.3g}.",
+        f"{len(stated)} parts of audit.json follow from the scores; verdict {computed.verdict}, lower bound "
+        f"{rounded_down(bound.value, 3):g}, of at most {bound.ceiling:.3g}.",
     )
 
 

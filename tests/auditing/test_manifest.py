@@ -127,6 +127,15 @@ def test_too_few_texts_to_compare_with_are_refused(tmp_path):
         read_manifest(write(tmp_path / "m.jsonl", left_out + planted))
 
 
+def test_a_group_of_which_all_were_inserted_has_references(tmp_path):
+    """Without any, its exposure would be ranked among none."""
+    planted = [canary(number, True, group=8) for number in range(25)]
+    left_out = [canary(100 + number, False) for number in range(30)]
+    assert "every canary of group 8 was inserted" in refusal(tmp_path / "m.jsonl", planted + left_out)
+    for shared in ([{**entry, "group": 0} for entry in left_out], [{**entry, "group": 8} for entry in left_out]):
+        read_manifest(write(tmp_path / "m.jsonl", planted + shared))
+
+
 def summarise(monkeypatch, planned, claim, lift, seed, base_shift=0.0):
     """The summary of a model that gives inserted canaries ``lift`` nats, by two tokens each; and its score table."""
     draw = np.random.default_rng(seed)

@@ -332,3 +332,15 @@ def test_a_private_file_is_not_published_under_any_name(tmp_path: Path, name: st
     path.unlink()
     write_card(run)
     assert "files" not in failing(run.export)
+
+
+def test_the_tables_of_an_audit_may_lie_in_private_too(tmp_path: Path) -> None:
+    """An audit with a private positive control writes them twice; a mutant then makes no card."""
+    run = make_run(tmp_path, config(), plan(), record(), audit())
+    for folder in (run.audit_dir(False), run.audit_dir(True)):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokens.parquet").write_bytes(b"scores")
+    write_card(run)
+    (run.private / "other.parquet").write_bytes(b"scores")
+    with pytest.raises(ConfigError, match=r"audit/tokens\.parquet is a copy of a file in private/"):
+        write_card(run)

@@ -18,11 +18,27 @@ import tiny
 from running import SENTINEL, Place, contents, done, dpllm_, edit_json, make_place, refused, rows
 
 import dpllm
+from dpllm.canaries import canaries
 from dpllm.ledger import Budget, Ledger, budgets
 from dpllm.text.tokens import Lengths
 
 Change = dict[str, Any]
 WRONG, REFUSED = 2, 3
+
+
+def test_more_canaries_than_verify_reads_are_refused_before_anything_is_spent(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mutant trains, and no card can then hold the audit."""
+    canaries_of = {"audit.canaries": {"groups": {1: 6}, "references": 100}}
+    recipe = make_place(place.root / "many", place.base, canaries_of).recipe
+    for limit, smaller in (("MOST_CANARIES", 105), ("MOST_TOKENS", 1000)):
+        with monkeypatch.context() as patch:
+            patch.setattr(canaries, limit, smaller)
+            assert "no card could state the audit" in refused("train", recipe)
+    with monkeypatch.context() as patch:
+        patch.setattr(canaries, "MOST_CANARIES", 106)
+        done("train", recipe)
 
 
 def budget(place: Place) -> Change:

@@ -92,6 +92,13 @@ def test_a_shadow_is_the_run_with_other_coins_sample_and_noise(shadowed: tuple[P
     assert len({(run.export / "adapter_model.safetensors").read_bytes() for run in runs}) == 3
 
 
+def test_a_shadow_of_a_final_run_leaves_room_for_the_next(shadowed: tuple[Place, dict[str, object]]) -> None:
+    """All shadows share one ledger; a mutant refused the second."""
+    run = open_run(RunDir(shadowed[0].run))
+    final = replace(run, config=run.config.changed({"privacy.final": True}))
+    assert not shadows._recipe(final, folders(shadowed[0])[0]).privacy.final
+
+
 def test_everything_about_shadows_stays_private(shadowed: tuple[Place, dict[str, object]]) -> None:
     place, report = shadowed
     first, second = folders(place)

@@ -5,6 +5,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from cards import (
     EPSILON,
@@ -28,8 +29,10 @@ from cards import (
 from dpllm.card import card
 from dpllm.card.card import compose
 from dpllm.errors import ConfigError
+from dpllm.privacy.limits import rounded_down
 from dpllm.recipe.config import RunConfig
 from dpllm.statement import privacy_record, section
+from dpllm.statement.formatting import proven
 from dpllm.statement.run_files import RunRecord
 
 CLAIM = "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each `patient_id`.**"
@@ -273,6 +276,20 @@ def test_the_card_says_whether_any_attack_could_contradict_epsilon(above_epsilon
     text = render_card(config(), plan(), record(), audit(epsilon_lower_bound=bound))[0]
     (row,) = (line for line in text.splitlines() if line.startswith("| Audit of the weights"))
     assert words in row
+
+
+def test_lower_bounds_are_rounded_down() -> None:
+    bound = {**audit()["epsilon_lower_bound"], "value": 0.2286}
+    gradient = {**GRADIENT, "epsilon_lower_bound": 0.0099}
+    text = render_card(config(), plan(), record(), audit(epsilon_lower_bound=bound, gradient=gradient))[0]
+    assert "attacks prove ε ≥ 0.22" in text
+    assert "0.22 with 9" in text
+    assert "could prove ε ≥ 0.00 with" in text
+    assert "0.23" not in text
+    values = [*np.random.default_rng(0).uniform(0, 9, 1000).tolist(), 0.0, 0.29, 1.1, 2.01, 8.2, 4.35]
+    assert all(0 <= value - float(proven(value)) < 0.01 for value in values)
+    assert all(0 <= value - rounded_down(value, 3) <= 0.01 * value for value in values)
+    assert [proven(value) for value in (0.29, 1.1, 8.2, 4.35)] == ["0.29", "1.10", "8.20", "4.35"]
 
 
 def test_the_card_says_who_vouches_and_without_a_guarantee_nothing_recomputes_epsilon() -> None:

@@ -25,6 +25,7 @@ from pyarrow import parquet
 
 from dpllm import verification
 from dpllm.auditing.gradient import COLUMNS
+from dpllm.canaries import canaries
 from dpllm.card.card import write_card
 from dpllm.cli import main
 from dpllm.errors import ConfigError
@@ -214,7 +215,7 @@ TOKENS |= {"canary_id": "c00001", "zlib_bytes": 1, "group": 1, "inserted": True,
 def test_a_small_table_that_unpacks_to_gigabytes_is_not_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_audits, "MOST_TOKENS", 2_000_000)
+    monkeypatch.setattr(canaries, "MOST_TOKENS", 2_000_000)
     rows = 3_000_000
     table = pyarrow.table({name: pyarrow.repeat(value, rows) for name, value in TOKENS.items()})
     parquet.write_table(table, tmp_path / "tokens.parquet", compression="zstd", row_group_size=rows)
