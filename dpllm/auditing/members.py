@@ -20,12 +20,13 @@ from dpllm.auditing.summary import CONFIDENCE, separation
 from dpllm.auditing.table import TokenTable
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
+from dpllm.ledger.records import words
 from dpllm.privacy.schedule import Unit
 from dpllm.recipe.config import DataConfig
 from dpllm.run.directory import Run
 from dpllm.text import data
 from dpllm.text.data import owner_names
-from dpllm.text.layouts import FIELDS, Format, Row, words
+from dpllm.text.layouts import FIELDS, Format, Row
 from dpllm.text.prompts import Side, read_same
 from dpllm.text.tokens import encode_units
 

@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD, SIGNATURE, hashes, read_json, write_whole
+from dpllm.privacy.limits import attacker_limits
 from dpllm.recipe import names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
@@ -182,9 +183,23 @@ def render(record: PrivacyRecord) -> dict[str, str]:
             "t": record.plan,
             "holds": record.guarantee,
             "figure": tradeoff_figure,
+            "recognised": recognised(record),
             "digest": digest(record.to_json()),
         },
     )
+
+
+def recognised(statement: PrivacyRecord) -> float | None:
+    """The largest share of units that a test of the weights can recognise, see ``tradeoff_figure.recognised``.
+
+    None without a guarantee that covers what they started from. No curve contains the events of several runs.
+    """
+    plan, epsilon = statement.plan, statement.weights_epsilon
+    if plan is None or epsilon is None:
+        return None
+    if statement.lineage and statement.lineage.same_dataset:
+        return attacker_limits(epsilon, plan.delta)["tpr_at_fpr_0.01"]
+    return tradeoff_figure.recognised(plan)
 
 
 def filled(parts: Sequence[str], context: Callable[[], Json]) -> dict[str, str]:
@@ -245,7 +260,10 @@ def page(template: str, front: CardData, parts: Mapping[str, str], config: RunCo
 
 def matter(record: PrivacyRecord) -> Json:
     """The ``privacy`` entry of a card's front matter: the statement's main fields, and its file and SHA-256."""
-    return {**fields(record, _MAIN), "statement": BLOCK, "sha256": digest(record.to_json())}
+    main = fields(record, _MAIN)
+    if record.guarantee:
+        main["epsilon"] = record.weights_epsilon  # null: not stated
+    return {**main, "statement": BLOCK, "sha256": digest(record.to_json())}
 
 
 def fields(record: PrivacyRecord, names: Sequence[str]) -> Json:

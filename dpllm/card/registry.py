@@ -32,7 +32,16 @@ def entry(statement: PrivacyRecord, config: RunConfig) -> str:
             f"--registry: the run gives no differential privacy guarantee ({statement.reason}), and the registry lists only "
             "deployments that give one. Leave --registry out."
         )
-    title, plan = config.card.title or names.last_part(config.output_dir), statement.plan
+    title, plan, epsilon = (
+        config.card.title or names.last_part(config.output_dir),
+        statement.plan,
+        statement.weights_epsilon,
+    )
+    if epsilon is None:
+        raise ConfigError(
+            "--registry: the model started from one that learned the same dataset, and no epsilon is stated for both. Leave "
+            "--registry out."
+        )
     text = formatting.template("registry.yaml.j2").render(
         w=formatting,
         b=statement,
@@ -43,5 +52,5 @@ def entry(statement: PrivacyRecord, config: RunConfig) -> str:
         digest=digest(statement.to_json()),
     )
     parsed = yaml.safe_load(text)
-    parsed["deployment"]["privacy_loss"]["privacy_parameters"] = {"epsilon": plan.epsilon, "delta": plan.delta}
+    parsed["deployment"]["privacy_loss"]["privacy_parameters"] = {"epsilon": epsilon, "delta": plan.delta}
     return yaml.safe_dump(parsed, sort_keys=False, allow_unicode=True, width=100)

@@ -274,7 +274,7 @@ def _settings(run: ComparedRun) -> dict[str, Any]:
 
 
 def _figures(run: ComparedRun) -> Json:
-    """The figures of one run; epsilon and delta are None where it gives no guarantee."""
+    """The figures of one run; epsilon and delta are None where it gives no guarantee, epsilon also without one of all before."""
     statement, record = run.statement, run.record
     plan = statement.plan if statement.guarantee else None
     return {
@@ -282,7 +282,7 @@ def _figures(run: ComparedRun) -> Json:
         "status": record.status,
         "private": run.private,
         "no_guarantee": None if statement.guarantee else statement.reason,
-        "epsilon": plan.epsilon if plan else None,
+        "epsilon": statement.weights_epsilon,
         "delta": plan.delta if plan else None,
         **_utility(run, "after", "tuned"),
         **(_leakage(statement.audit) if statement.audit else {}),

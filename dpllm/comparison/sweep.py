@@ -149,7 +149,7 @@ def combined_epsilon(points: Sequence[Point]) -> dict[str, float]:
         subject = read_subject(config)
         plans = plans_of(points, subject, book)
         account = book.account(book.records.charged_to(subject.dataset, config.privacy.derived_from)) if book else None
-        requests = [RunRequest.of(plan, name, final=config.privacy.final) for name, plan in plans.items()]
+        requests = [RunRequest.of(plan, name, flaw, final=config.privacy.final) for name, (plan, flaw) in plans.items()]
         if account and (reason := admission.refusal(account, requests)):
             raise BudgetExceeded(reason, dataset=account.dataset, reason="over_budget")
     delta = account.budget.delta if account and account.budget else max(request.delta for request in requests)
@@ -227,8 +227,8 @@ def _reserve(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tupl
         plans = plans_of(points, subject, book)
         _check_model(config)
     write_json(root / STATE, state)
-    flaw, final = config.flaw, config.privacy.final
-    requests = [RunRequest.of(plan, f"{group}/{name}", flaw=flaw, final=final) for name, plan in plans.items()]
+    final = config.privacy.final
+    requests = [RunRequest.of(plan, f"{group}/{name}", flaw, final=final) for name, (plan, flaw) in plans.items()]
     book = ledger.open_ledger(config.privacy.ledger)
     assert book is not None
     try:
@@ -250,8 +250,10 @@ def _reserve(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tupl
         raise
 
 
-def plans_of(points: Sequence[Point], subject: Subject, book: ledger.Ledger | None) -> dict[str, Plan]:
-    """The Plan of each run with differential privacy."""
+def plans_of(
+    points: Sequence[Point], subject: Subject, book: ledger.Ledger | None
+) -> dict[str, tuple[Plan, str | None]]:
+    """The Plan of each run with differential privacy, and why the run gives no guarantee, if so."""
     if points[0].config.privacy.fit_budget:
         raise ConfigError(
             "privacy.fit_budget lowers the epsilon of one run, and a group has the epsilons that were typed. Leave it out."
@@ -261,9 +263,9 @@ def plans_of(points: Sequence[Point], subject: Subject, book: ledger.Ledger | No
     for point in points:
         # Whether a run without differential privacy may use the data is not decided here.
         subject_of_point = subject if point.config.privacy.enabled else None
-        plan = decide(point.config, subject=subject_of_point, terms=terms, fetch=True).obeyed().plan
-        if plan is not None:
-            plans[point.name] = plan
+        decision = decide(point.config, subject=subject_of_point, terms=terms, fetch=True).obeyed()
+        if decision.plan is not None:
+            plans[point.name] = decision.plan, decision.flaw
     return plans
 
 

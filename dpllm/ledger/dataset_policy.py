@@ -33,6 +33,7 @@ class DatasetPolicy:
     derived_from: str | None  # the dataset that is charged instead, if the recipe declares one
     records: Fingerprint | None  # the records of the name; None if there is no ledger yet
     deviations: tuple[str, ...]  # deviations that every later card must state
+    account: str  # the dataset that is charged, or would be
 
 
 def find_policy(config: RunConfig, table: Table, held_out: Table | None, ledger: Ledger | None) -> DatasetPolicy:
@@ -66,7 +67,8 @@ def find_policy(config: RunConfig, table: Table, held_out: Table | None, ledger:
     if held_out is not None:
         train_records = records or fingerprint(table.parts(), FIELDS[table.format], b"compared here")
         _check_evaluation(config, held_out, train_records, ledger, name)
-    return DatasetPolicy(name, parent, records, tuple(account.deviations()) if account else ())
+    charged = account.dataset if account else name
+    return DatasetPolicy(name, parent, records, tuple(account.deviations()) if account else (), charged)
 
 
 class Terms(TypedDict):

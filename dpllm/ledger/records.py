@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger.chain import Chain
 from dpllm.ledger.values import LABELS
-from dpllm.text.layouts import sides, words
+from dpllm.text.layouts import FIELDS
 
 HASH_BYTES = 8  # of a record in the overlap check: among 10^6 times 10^6 pairs, probability 10^-7 of a collision
 LEAST_SHARE = 0.01  # of the smaller dataset; a smaller overlap counts as chance (short texts, formulas)
@@ -66,6 +67,33 @@ def fingerprint(
 
 def _hash(text: str, key: bytes) -> bytes:
     return hashlib.blake2b(text.encode(), key=key, digest_size=32).digest()
+
+
+def words(parts: Mapping[str, Any], fields: Sequence[str]) -> str:
+    """The words of a row in order, by which the ledger recognises it; for messages, the words of their contents.
+
+    Spaces, line breaks, Unicode composition and the split into columns do not matter. The answers of a pair are sorted, so a
+    pair with the other preference is the same record.
+    """
+    return " ".join(unicodedata.normalize("NFC", " ".join(sides(parts, fields))).split())
+
+
+def sides(parts: Mapping[str, Any], fields: Sequence[str]) -> list[str]:
+    """Both sides of a pair, each the words of its prompt and answer, sorted; of any other row, its words alone."""
+    texts = []
+    for value in (parts[name] for name in fields):
+        if isinstance(value, list):
+            value = " ".join(_content(turn) if isinstance(turn, dict) else str(turn) for turn in value)
+        texts.append(" ".join(unicodedata.normalize("NFC", str(value)).split()))
+    if fields[1:] == FIELDS["preference"][1:]:  # the prompt is a separate field or begins each answer
+        return sorted(" ".join(f"{texts[0]} {answer}".split()) for answer in texts[1:])
+    return [" ".join(unicodedata.normalize("NFC", " ".join(texts)).split())]
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """The text of a message; a text in parts is the same text."""
+    content = message.get("content") or ""
+    return "".join(str(part.get("text") or "") for part in content) if isinstance(content, list) else str(content)
 
 
 def rows_among(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: bytes, reference: Fingerprint) -> int:

@@ -214,8 +214,8 @@ def _base(name: str, record: PrivacyRecord, *, adapter: bool = False) -> Base:
     if adapter:
         promised["adapter"] = True
     account, before = record.composed, record.lineage
-    # A model trained without privacy has no ledger entry. Its lineage has the dataset's name if its base had one; public data
-    # have the block's own name, which is what the ledger would call them.
+    # A model trained without privacy has no ledger entry; its block has the name of the account. Its lineage has it too, if its
+    # base learned the same.
     dataset = (account.dataset if account else None) or (before.dataset if before else None) or record.dataset
     statement = Ancestor(
         name=name,

@@ -275,6 +275,7 @@ class Recorder:
             steps_lost=self._lost,
             tokens_per_pass=None if prepared.engine.packing.alone else prepared.engine.packing.tokens,
             ledger=prepared.reservation.to_json(prepared.plan.delta if prepared.plan else None),
+            dataset=None if prepared.plan else prepared.decision.policy.account,
             lineage=prepared.decision.lineage,
             labels=prepared.decision.labels,
             labels_before=prepared.decision.labels_before,

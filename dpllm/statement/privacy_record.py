@@ -266,6 +266,16 @@ class Guaranteed(_Statement):
     randomness: Randomness
     """Where sampling and noise came from; null without differential privacy."""
 
+    @property
+    def weights_epsilon(self) -> float | None:
+        """Epsilon of these weights at the Plan's delta, which contain what the run started from.
+
+        It is the run's, unless earlier models learned the same dataset: then of all together, or None if no total is stated.
+        """
+        if self.lineage is None or not self.lineage.same_dataset:
+            return self.plan.epsilon
+        return self.lineage.composed.epsilon if self.lineage.composed else None
+
 
 class NotGuaranteed(_Statement):
     """Of a run that gives none: the Plan that it had is no promise, and stands under another name."""
@@ -287,6 +297,10 @@ class NotGuaranteed(_Statement):
     def plan(self) -> Plan | None:
         """The attempted Plan; None for a run without differential privacy."""
         return self.attempted
+
+    @property
+    def weights_epsilon(self) -> None:
+        """None: nothing is guaranteed."""
 
 
 PrivacyRecord = Guaranteed | NotGuaranteed

@@ -90,6 +90,8 @@ class RunRecord(Record):
     tokens_per_pass: int | None = None
     """Of a forward pass, padding included; None where each example had a pass of its own."""
     ledger: LedgerRecord | None
+    dataset: str | None = None
+    """The account of the data; None with differential privacy, where ``ledger`` names it."""
     lineage: Lineage | None = None
     versions: dict[str, str]
     hardware: Json

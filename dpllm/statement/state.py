@@ -90,7 +90,7 @@ def _recipe_fields(config: RunConfig, record: RunRecord) -> Json:
     is_linked = record.model.commit or names.is_builtin(base)
     return {
         "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
-        "dataset": record.ledger.dataset if record.ledger else names.public_name(config.data.train),
+        "dataset": record.ledger.dataset if record.ledger else record.dataset or names.public_name(config.data.train),
         "data_public": config.data.public,
         "base_model": {
             "name": base if is_linked else names.last_part(base),

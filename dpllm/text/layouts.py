@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
@@ -373,33 +372,6 @@ def in_words(layout: Layout, columns: Mapping[str, str | None], codes: Sequence[
         parts.append(source_columns if source_columns == target else f"{source_columns} -> {target}")
     line_columns = f", behind a line with {', '.join(codes)}" if codes else ""
     return f"read as {layout.name}: {', '.join(parts)}{line_columns}"
-
-
-def words(parts: Mapping[str, Any], fields: Sequence[str]) -> str:
-    """The words of a row in order, by which the ledger recognises it; for messages, the words of their contents.
-
-    Spaces, line breaks, Unicode composition and the split into columns do not matter. The answers of a pair are sorted, so a
-    pair with the other preference is the same record.
-    """
-    return " ".join(unicodedata.normalize("NFC", " ".join(sides(parts, fields))).split())
-
-
-def sides(parts: Mapping[str, Any], fields: Sequence[str]) -> list[str]:
-    """Both sides of a pair, each the words of its prompt and answer, sorted; of any other row, its words alone."""
-    texts = []
-    for value in (parts[name] for name in fields):
-        if isinstance(value, list):
-            value = " ".join(_content(turn) if isinstance(turn, dict) else str(turn) for turn in value)
-        texts.append(" ".join(unicodedata.normalize("NFC", str(value)).split()))
-    if fields[1:] == FIELDS["preference"][1:]:  # the prompt is a separate field or begins each answer
-        return sorted(" ".join(f"{texts[0]} {answer}".split()) for answer in texts[1:])
-    return [" ".join(unicodedata.normalize("NFC", " ".join(texts)).split())]
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    """The text of a message; a text in parts is the same text."""
-    content = message.get("content") or ""
-    return "".join(str(part.get("text") or "") for part in content) if isinstance(content, list) else str(content)
 
 
 def texts_of(row: Row, fmt: Format) -> list[tuple[str, Format, Row]]:

@@ -15,10 +15,12 @@ from running import Place, done, edit_json, refused, train_until
 from safetensors.torch import load_file, save_file
 
 from dpllm.errors import ConfigError, Refused
+from dpllm.ledger import Ledger
 from dpllm.run import base_model
 from dpllm.run.checkpoint import same_lineage
 from dpllm.run.directory import RunDir
 from dpllm.statement import lineage, section
+from dpllm.statement.formatting import bound
 
 Json = dict[str, Any]
 QUICK = ("--audit.canaries", "null")
@@ -85,7 +87,32 @@ def test_two_generations_on_the_same_data_state_what_both_cost(parent: Place, ch
     text = section.parts(child.card)["privacy"]
     assert "clinic-notes" in text
     assert f"ε = {composed:.2f}"[:6] in text
+    # The child's weights contain the parent's: their epsilon, not the run's own, is that of the card.
+    assert section.parts(child.card)["banner"].startswith(
+        f"> **Differential privacy guarantee: ε = {bound(composed)}, "
+    )
+    assert section.front_matter(child.card)["privacy"]["epsilon"] == composed
     done("verify", child.run)
+
+
+def test_a_baseline_without_privacy_on_local_data_is_known_by_its_account(place: Place, base: Path) -> None:
+    """Its ledger has no entry for it; a mutant knew it by the name of the file, and gave what started from it a guarantee."""
+    plain = Place(place.root, base)
+    done("ledger", "except", "notes", "--by", "ada", "--reason", "a baseline", "--ledger", place.ledger)
+    done("train", place.recipe, *again(plain, "--privacy.enabled", "false"))
+    done("card", place.run)
+    assert place.json("export/privacy.json")["dataset"] == place.json("run.json")["dataset"] == "notes"
+    adapter = shutil.copytree(place.run / "export", place.root / "baseline")
+    shutil.rmtree(place.run)
+    words = again(plain, "--model.adapter", adapter)
+    done("train", place.recipe, *words)
+    reason = place.json("run.json")["guarantee"]["reason"]
+    assert "was trained on the same dataset (notes) without a guarantee" in reason
+    shutil.rmtree(place.run)
+    # The ledger learns of it from a sweep too.
+    done("sweep", place.recipe, *words, "--privacy.epsilon", "4,8", "--train.steps", 1)
+    with Ledger(place.ledger) as ledger:
+        assert [run.reservation.flaw is not None for run in ledger.runs("notes")][-2:] == [True, True]
 
 
 def test_a_third_generation_carries_the_first_on(child: Place, tmp_path: Path) -> None:

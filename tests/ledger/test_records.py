@@ -11,8 +11,8 @@ from ledger_stores import Place, budget, outputs, request, reserve, start
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, budgets
-from dpllm.ledger.records import HASH_BYTES, Fingerprint, fingerprint, rows_among, share_in_common
-from dpllm.text.layouts import FIELDS, words
+from dpllm.ledger.records import HASH_BYTES, Fingerprint, fingerprint, rows_among, share_in_common, words
+from dpllm.text.layouts import FIELDS
 
 KEY = b"k" * 32
 ROWS = [{"text": f"patient {n} was seen on ward {n % 7}"} for n in range(200)]
