@@ -17,6 +17,20 @@ MUTANTS = "".join(
 )
 
 
+def test_code_of_a_model_is_never_run() -> None:
+    """transformers asks at a terminal, and a pipe of "yes" agrees, unless every call says no."""
+    asking = []
+    for path in (ROOT / "dpllm").rglob("*.py"):
+        source = path.read_text("utf-8")
+        for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+            text = ast.get_source_segment(source, call) or ""
+            loads = ast.unparse(call.func).endswith(".from_pretrained") and "Peft" not in text
+            spread = any(keyword.arg is None for keyword in call.keywords) and "trust_remote_code" in source
+            if loads and not spread and "trust_remote_code=False" not in text:
+                asking.append(f"{path.name}: {text}")
+    assert asking == []
+
+
 def test_each_invariant_has_its_row() -> None:
     assert list(ROWS) == re.findall(r"^(\d+)\. ", LISTED, re.MULTILINE)
 

@@ -236,7 +236,8 @@ def _whole_model_and_base(path: Path, base: str | None, device: torch.device) ->
     except ConfigError:
         raise ConfigError(f"{path}: no causal language model could be loaded from it. Check its files.") from None
     try:
-        base_config = transformers.AutoConfig.from_pretrained(loading.source(base)).get_text_config()
+        stored = transformers.AutoConfig.from_pretrained(loading.source(base), trust_remote_code=False)
+        base_config = stored.get_text_config()
     except Exception:  # transformers raises OSError, ValueError, KeyError and Hub errors here
         raise _no_base(f"--base {base}") from None
     config = tuned.config.get_text_config()

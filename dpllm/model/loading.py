@@ -343,7 +343,8 @@ def load_for_scoring(config: RunConfig, export: Path, device: torch.device) -> S
                 raise ConfigError(f"model.adapter {reference}: is missing, and scores need it. Put it back.")
             tuned.load_adapter(reference, _REFERENCE)
     else:
-        tuned = transformers.AutoModelForCausalLM.from_pretrained(str(export), dtype=torch.float32).to(device)
+        arguments: Any = {"dtype": torch.float32, "trust_remote_code": False}
+        tuned = transformers.AutoModelForCausalLM.from_pretrained(str(export), **arguments).to(device)
     check_finite(tuned, str(export))
     return ScoringModels(tokenizer, tuned.eval(), config.model, device)
 

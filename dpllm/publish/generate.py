@@ -65,14 +65,14 @@ def load(path: Path, *, base: str | None = None, chat: bool | None = None) -> Ge
         raise ConfigError(
             f"{path}: holds no weights to sample from. Type a finished run, its export, or what dpllm merge wrote."
         )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(export)
+    tokenizer = _loaded(transformers.AutoTokenizer, export)
     block = read_json(export / BLOCK) if (export / BLOCK).exists() else None
     if (export / "adapter_config.json").exists():
         model = _base(export, run, base, block)
         tuned: Any = PeftModel.from_pretrained(loading.load_base(model, device), str(export)).eval()
     else:
         dtype: Any = "auto" if device.type == "cuda" else torch.float32
-        tuned = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=dtype).to(device).eval()
+        tuned = _loaded(transformers.AutoModelForCausalLM, export, dtype=dtype).to(device).eval()
     loading.check_finite(tuned, str(export))
     template = config.data.template if config else (block or {}).get("template")
     template = template if isinstance(template, str) else None
@@ -155,6 +155,16 @@ def room(generator: Generator, longest: int) -> int | None:
     """The largest number of new tokens after a prompt of ``longest`` tokens; None: no limit."""
     positions = loading.positions(generator.model)
     return None if positions is None else positions - longest
+
+
+def _loaded(kind: Any, export: Path, **arguments: Any) -> Any:
+    try:
+        return kind.from_pretrained(export, trust_remote_code=False, **arguments)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{export}: its files cannot be read without code of their own, or are damaged ({type(error).__name__}), and a "
+            "model's own code is never run. Type another model."
+        ) from None
 
 
 def _base(export: Path, run: Run | None, base: str | None, block: Json | None) -> ModelConfig:

@@ -110,7 +110,9 @@ def merge_weights(config: RunConfig, adapter: Path, output: Path) -> None:
         Refused: The base is quantised, or the written model computes other logits than base and adapter.
     """
     model = config.model
-    stored = transformers.AutoConfig.from_pretrained(loading.source(model.name_or_path), revision=model.revision)
+    stored = transformers.AutoConfig.from_pretrained(
+        loading.source(model.name_or_path), revision=model.revision, trust_remote_code=False
+    )
     if model.quantization is not None or getattr(stored, "quantization_config", None) is not None:
         raise Refused(
             f"{model.name_or_path}: is quantised, so an adapter cannot be added to its weights exactly, and one that was trained "
@@ -129,7 +131,7 @@ def merge_weights(config: RunConfig, adapter: Path, output: Path) -> None:
     merged = tuned.merge_and_unload(safe_merge=True)
     merged.save_pretrained(output, max_shard_size=SHARD)
     del base, tuned, merged  # before the written model is loaded: one copy in memory at a time
-    written = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=dtype).eval()
+    written = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=dtype, trust_remote_code=False).eval()
     with torch.inference_mode():
         after = written(input_ids=probe_BT).logits.float()
     error = float((after - before).square().mean().sqrt() / before.std().clamp_min(1e-12))

@@ -17,7 +17,7 @@ from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapH
 from dpllm.errors import ConfigError
 from dpllm.privacy.plan import Neighbours
 from dpllm.privacy.releases import flip_probability
-from dpllm.recipe.section import Section, explain, read_recipe
+from dpllm.recipe.section import Section, builtin_flags, explain, read_recipe
 from dpllm.recipe.sections import AuditConfig, CardConfig, Objective, PrivacyConfig
 from dpllm.recipe.sections import CsvConfig as CsvConfig
 from dpllm.recipe.sections import TelemetryConfig as TelemetryConfig
@@ -122,7 +122,7 @@ class DataConfig(Section):
     rejected answer, with or without a column prompt, of text or of messages."""
     label_record: str | None = None
     """What `dpllm randomize-labels` wrote beside data.train: labels are private at the source, and the loss knows how much."""
-    label_epsilon: float | None = Field(default=None, gt=0)
+    label_epsilon: float | None = Field(default=None, gt=0, le=50)
     """Of data.label_record, which sets it: the epsilon of one label."""
     columns: dict[str, str | None] = Field(default_factory=dict)
     """Your names for the text columns, as in {prompt: meaning_representation}; every row must have them (input, system, tools and
@@ -160,15 +160,7 @@ class DataConfig(Section):
     @classmethod
     def _builtin_is_public(cls, values: Any) -> Any:
         """The builtin data are generated, so figures computed from them may be published."""
-        if isinstance(values, dict):
-            values = dict(values)
-            for source, flag in (("train", "public"), ("eval", "eval_public")):
-                sources = values.get(source)
-                if sources and all(
-                    str(name).startswith("builtin:") for name in (sources if isinstance(sources, list) else [sources])
-                ):
-                    values[flag] = True
-        return values
+        return {**values, **dict.fromkeys(builtin_flags(values), True)} if isinstance(values, dict) else values
 
     @field_validator("columns")
     @classmethod
@@ -289,6 +281,11 @@ class RunConfig(Section):
     output_dir: str
     """The run directory; a directory that already holds a run is refused without --resume or --overwrite."""
 
+    @field_validator("adapter", mode="before")
+    @classmethod
+    def _lora_by_default(cls, value: Any) -> Any:
+        return {"method": "lora", **value} if isinstance(value, dict) else value
+
     def __str__(self) -> str:
         return repr(self)  # the ledger's address may hold a password
 
@@ -312,8 +309,10 @@ class RunConfig(Section):
         if self.flaw is not None:
             return notes
         if self.data.eval is not None and not self.data.eval_public:
+            sent = self.telemetry.private_metrics and self.telemetry.trackers
+            kept = "went to trackers (telemetry.private_metrics)" if sent else "is kept private"
             notes.append(
-                "held-out loss was computed on private evaluation data; it is kept private and nothing was chosen by it"
+                f"held-out loss was computed on private evaluation data; it {kept} and nothing was chosen by it"
             )
         if self.telemetry.private_metrics and not self.data.public:
             notes.append(
@@ -390,6 +389,10 @@ def around(source: str, keys: Mapping[str, Any], command: str) -> RunConfig:
 def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, origin: str) -> RunConfig:
     """The recipe from a mapping of sections, with overrides; errors name ``origin``. See ``load_config``."""
     changes = dict(overrides or {})
+    if isinstance(data := raw.get("data"), Mapping):
+        for flag in builtin_flags(data):  # it is of the builtin rows, and not of those that replace them
+            if f"data.{'train' if flag == 'public' else 'eval'}" in changes:
+                changes.setdefault(f"data.{flag}", False)
     if "audit.canaries" in changes and changes["audit.canaries"] is None:
         changes.setdefault("audit.gradient_canaries", 0)
     for key, value in changes.items():

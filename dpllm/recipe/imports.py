@@ -131,7 +131,7 @@ def import_config(path: Path) -> Imported:
     Raises:
         ConfigError: The file is not YAML or not of these tools, trains on preferences or rewards, or names no model or data.
     """
-    raw = {key: value for key, value in read_recipe(path).items() if value is not None}
+    raw = {str(key): value for key, value in read_recipe(path).items() if value is not None}  # YAML reads "on" as true
     draft = Imported(path, _tool(path, raw))
     for key, value in raw.items():
         if _outside(key, value):

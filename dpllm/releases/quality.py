@@ -102,7 +102,8 @@ def of_run(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> Comparis
     from transformers import AutoTokenizer
 
     declared = public_sides(statement) - ({EVALUATION} if not config.data.eval_public else set())
-    comparison = Comparison(config.data, AutoTokenizer.from_pretrained(run.export), declared, statement.statistics)
+    tokenizer = AutoTokenizer.from_pretrained(run.export, trust_remote_code=False)
+    comparison = Comparison(config.data, tokenizer, declared, statement.statistics)
     comparison.read(TRAINING, lambda: read_same(run.rows, config.data, "training", run.private / "cache"))
     comparison.read(EVALUATION, lambda: read_same(run.rows, config.data, "evaluation", run.private / "cache"))
     return comparison

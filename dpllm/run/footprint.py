@@ -127,7 +127,9 @@ def skeleton(config: RunConfig, dtype: torch.dtype) -> Any:
     name = config.model.name_or_path
     try:
         with asking_hub(name):
-            base = transformers.AutoConfig.from_pretrained(loading.source(name), revision=config.model.revision)
+            base = transformers.AutoConfig.from_pretrained(
+                loading.source(name), revision=config.model.revision, trust_remote_code=False
+            )
         with torch.device("meta"):
             net: Any = transformers.AutoModelForCausalLM.from_config(base, dtype=dtype)
     except ConfigError:

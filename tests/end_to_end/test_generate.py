@@ -134,6 +134,16 @@ def test_a_model_brings_no_settings_of_its_own(merged: Path, tmp_path: Path) -> 
     assert texts(tmp_path / "model", "--seed", 5) == texts(merged, "--seed", 5)
 
 
+def test_a_strangers_code_is_not_run(merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks at a terminal whether to run it; here whoever is asked says yes."""
+    model, ran = Path(shutil.copytree(merged, tmp_path / "stranger")), tmp_path / "ran"
+    edit_json(model / "tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": [None, "own.Own"]})
+    (model / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n", "utf-8")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    assert "own code is never run" in refused("generate", model, *FEW)
+    assert not ran.exists()
+
+
 def test_an_end_token_ends_a_text(finished: Place) -> None:
     loaded = generate.load(finished.run)
     head = loaded.model.get_output_embeddings()

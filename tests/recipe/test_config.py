@@ -7,6 +7,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+import dpllm
 from dpllm.errors import ConfigError
 from dpllm.recipe.config import FrozenConfig, LoraConfig, RunConfig, Section, dump_config, load_config
 from dpllm.recipe.section import parse_overrides
@@ -141,6 +142,7 @@ def test_adapter_is_one_of_two(tmp_path: Path) -> None:
         assert isinstance(load_config(write(tmp_path, {**raw(), "adapter": adapter})).adapter, kind)
     default = {key: value for key, value in raw().items() if key != "adapter"}
     assert load_config(write(tmp_path, default)).adapter == LoraConfig()
+    assert load_config(write(tmp_path, {**raw(), "adapter": {"r": 4}})).adapter == LoraConfig(r=4)
     message = problem(tmp_path, {**raw(), "adapter": {"method": "frozen", "r": 8}})
     assert message.startswith("adapter.r: unknown key; known keys: method, last_blocks")
 
@@ -241,6 +243,40 @@ def test_embedded_data_are_public_and_others_are_not(tmp_path: Path) -> None:
         for held_out, eval_public in (("builtin:clinic/eval", True), ("mine.jsonl", False)):
             data = load_config(write(tmp_path, put(raw(), {"data.train": train, "data.eval": held_out}))).data
             assert (data.public, data.eval_public) == (public, eval_public)
+
+
+def test_rows_that_replace_embedded_data_are_not_public(tmp_path: Path) -> None:
+    """A resolved recipe, as a run writes it, says public: true of the embedded rows; a mutant kept that for others."""
+    resolved = load_config(
+        write(tmp_path, put(raw(), {"data.train": "builtin:clinic", "data.eval": "builtin:clinic/eval"}))
+    )
+    file = tmp_path / "resolved.yaml"
+    file.write_text(dump_config(resolved), "utf-8")
+    assert (resolved.data.public, resolved.data.eval_public) == (True, True)
+    for changes, flags in (
+        ({"data.train": "mine.jsonl"}, (False, True)),
+        ({"data.train": ["builtin:clinic", "mine.jsonl"], "data.eval": "mine.jsonl"}, (False, False)),
+        ({"data.train": "mine.jsonl", "data.public": True}, (True, True)),
+        ({"data.train": "builtin:tiny"}, (True, True)),
+        ({"privacy.epsilon": 3}, (True, True)),
+    ):
+        for changed in (load_config(file, changes), dpllm.load_recipe(resolved, changes)):
+            assert (changed.data.public, changed.data.eval_public) == flags
+
+
+@pytest.mark.parametrize("trackers", [["wandb"], []])
+@pytest.mark.parametrize("public", [True, False])
+def test_a_card_says_where_private_held_out_figures_went(tmp_path: Path, trackers: list[str], public: bool) -> None:
+    changes = {
+        "data.eval": "held.jsonl",
+        "data.public": public,
+        "telemetry.private_metrics": True,
+        "telemetry.trackers": trackers,
+    }
+    first = load_config(write(tmp_path, put(raw(), changes))).deviations[0]
+    assert first.startswith("held-out loss was computed on private evaluation data")
+    assert ("it is kept private" in first) == (not trackers)
+    assert ("it went to trackers" in first) == bool(trackers)
 
 
 def test_a_changed_recipe_differs_in_the_named_keys_alone() -> None:
