@@ -389,10 +389,9 @@ def around(source: str, keys: Mapping[str, Any], command: str) -> RunConfig:
 def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, origin: str) -> RunConfig:
     """The recipe from a mapping of sections, with overrides; errors name ``origin``. See ``load_config``."""
     changes = dict(overrides or {})
-    if isinstance(data := raw.get("data"), Mapping):
-        for flag in builtin_flags(data):  # it is of the builtin rows, and not of those that replace them
-            if f"data.{'train' if flag == 'public' else 'eval'}" in changes:
-                changes.setdefault(f"data.{flag}", False)
+    for flag in builtin_flags(raw.get("data")):  # it is of the builtin rows, and not of those that replace them
+        if f"data.{'train' if flag == 'public' else 'eval'}" in changes:
+            changes.setdefault(f"data.{flag}", False)
     if "audit.canaries" in changes and changes["audit.canaries"] is None:
         changes.setdefault("audit.gradient_canaries", 0)
     for key, value in changes.items():

@@ -203,8 +203,10 @@ def sections_of(annotation: Any) -> list[type[Section]]:
     return [section for inner in get_args(annotation) for section in sections_of(inner)]
 
 
-def builtin_flags(data: Mapping[str, Any]) -> list[str]:
+def builtin_flags(data: Any) -> list[str]:
     """The keys of section ``data`` that say whether rows are public, of those rows that are all builtin."""
+    if not isinstance(data, Mapping):
+        return []
     sources = {"public": data.get("train"), "eval_public": data.get("eval")}
     listed = {flag: named if isinstance(named, list) else [named] for flag, named in sources.items() if named}
     return [flag for flag, named in listed.items() if all(str(name).startswith("builtin:") for name in named)]
