@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from docs_pages import ROOT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from dpllm.recipe.config import load_config
 
@@ -58,3 +62,31 @@ def test_a_wheel_holds_what_is_embedded(wheel: Path) -> None:
 
 def test_an_embedded_recipe_is_that_of_the_repository() -> None:
     assert load_config("builtin:smoke/clinic.yaml") == load_config(ROOT / "recipes" / "smoke" / "clinic.yaml")
+
+
+def _needs(name: str) -> set[str]:
+    requirements = map(Requirement, metadata.requires(name) or ())
+    return {
+        canonicalize_name(need.name) for need in requirements if not need.marker or need.marker.evaluate({"extra": ""})
+    }
+
+
+def test_wheels_for_a_gpu_machine_bring_what_they_need() -> None:
+    """A machine that has torch, transformers and scipy alone; a mutant left out what a new joblib imports."""
+    text = (ROOT / "scripts" / "gpu_check").read_text("utf-8")
+    (listed,) = re.findall(r"\npackages=\((.*?)\n\)", text, re.DOTALL)
+    wheels = set(map(canonicalize_name, listed.split()))
+    there, new = set[str](), {"torch", "transformers", "scipy"}
+    while new:
+        there |= new
+        new = {need for name in new if _installed(name) for need in _needs(name)} - there
+    left_out = {need for name in wheels for need in _needs(name)} - wheels - there
+    assert left_out == {"pandas", "pyarrow"}  # large, and nothing reads a data set there
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:  # an optional part of torch, for other machines
+        return False
+    return True
