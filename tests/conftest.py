@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,10 +25,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 pytest_plugins = ("ledger_fixtures", "released_folders")
+BEGUN = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="the counts that the promises state, and the slow tests")
+    minutes = "with --full: from so many minutes on, slow tests are skipped, so that a slow machine ends in time"
+    parser.addoption("--full-minutes", type=float, default=float("inf"), help=minutes)
     parser.addoption("--seed", type=int, default=0, help="other random draws (default: 0, the ones of CI)")
 
 
@@ -43,6 +47,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "full" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="slow: runs under --full"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    late = time.monotonic() - BEGUN > 60 * item.config.getoption("--full-minutes")
+    if late and "full" in item.keywords:
+        pytest.skip("slow, and --full-minutes are over")
 
 
 @pytest.fixture(scope="session")
