@@ -102,7 +102,7 @@ def test_a_baseline_without_privacy_on_local_data_is_known_by_its_account(place:
     done("train", place.recipe, *again(plain, "--privacy.enabled", "false"))
     done("card", place.run)
     assert place.json("export/privacy.json")["dataset"] == place.json("run.json")["dataset"] == "notes"
-    adapter = shutil.copytree(place.run / "export", place.root / "baseline")
+    adapter = shutil.copytree(place.run / "export", place.root / "exported")
     shutil.rmtree(place.run)
     words = again(plain, "--model.adapter", adapter)
     done("train", place.recipe, *words)

@@ -27,7 +27,7 @@ READING = {"text/sources.py", "text/layouts.py", "text/data.py"}
 TOKENS = {"text/rendering.py", "text/tokens.py"}
 # The ledger keeps a hash of the row, private/ one of its text, and the loop lays it into passes.
 TRAINING = {*READING, *TOKENS, "ledger/records.py", "text/prompts.py", "run/loop.py", "privacy/packing.py"}
-AUDIT = {*READING, *TOKENS, "auditing/members.py", "auditing/scores.py", "auditing/statistics.py"}
+AUDIT = {*READING, *TOKENS, "ledger/records.py", "auditing/members.py", "auditing/scores.py", "auditing/statistics.py"}
 
 
 def holds(value: Any, ids: tuple[int, ...], depth: int = 0) -> bool:
