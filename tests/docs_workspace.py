@@ -65,7 +65,7 @@ class Workspace:
             return 0, ""
         if words[0] != "dpllm" or not command.is_plain:
             shell = ["bash", "-c", command.text]
-            done = subprocess.run(shell, cwd=self.root, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(shell, cwd=self.root, capture_output=True, text=True, timeout=900)
             return done.returncode, done.stdout + done.stderr
         training = words[1] in {"train", "sweep"} and "--resume" not in words
         self.bring(words, keep=not training)

@@ -234,7 +234,7 @@ def build_site(folder: Path) -> None:
     # Not --quiet: it drops the warnings before --strict counts them.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     output = done.stdout + done.stderr
     assert (done.returncode, "WARNING" in output) == (0, False), output
 

@@ -96,7 +96,7 @@ def python(code: str, *arguments: object, **environment: str) -> subprocess.Comp
     paths = [str(Path(dpllm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
 
 
 def fails_in_step(patch: pytest.MonkeyPatch, number: int) -> list[int]:
