@@ -294,3 +294,10 @@ def test_a_change_of_a_key_that_no_recipe_has_is_an_error(key: str) -> None:
         before.changed({key: 1})
     with pytest.raises(KeyError):
         RunConfig.model_validate(raw()).changed({"audit.canaries.digits": 9})
+
+
+def test_labels_have_an_epsilon_that_can_be_drawn(tmp_path: Path) -> None:
+    """As ``dpllm randomize-labels`` draws them; above, e^epsilon overflows."""
+    assert "data.label_epsilon" in problem(
+        tmp_path, put(raw(), {"data.label_epsilon": 1000, "data.label_record": "a.json"})
+    )

@@ -293,3 +293,10 @@ def test_numbers_without_a_reading_are_one_line(tmp_path: Path) -> None:
     write_info(tmp_path, '{"a":' * 200_000)
     with pytest.raises(ConfigError, match="of another type than LLaMA-Factory documents"):
         imported(tmp_path, LLAMA_FACTORY)
+
+
+def test_a_key_that_yaml_reads_as_true_is_a_key(tmp_path: Path) -> None:
+    """``on`` and ``yes`` are booleans in YAML 1.1; a mutant ended in a traceback."""
+    path = tmp_path / "axolotl.yaml"
+    path.write_text("base_model: a/b\nadapter: lora\ndatasets:\n  - path: a/c\n    type: completion\non: 1\n", "utf-8")
+    assert any(line.startswith("True: unknown") for line in import_config(path).omitted)
