@@ -314,11 +314,11 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
 def _owners_of(table: Table, number: int, row: Row, data: DataConfig) -> list[str]:
     """The owners of a row, each once; ``number`` counts from 1."""
     values = owners.values_of(row.unit) if data.owners == "several" else [row.unit]
-    one = data.owners == "one"
-    list_as_text = any(owners.is_written_list(value, surely=one) for value in values)
+    single_owner = data.owners == "one"
+    list_as_text = any(owners.is_written_list(value, surely=single_owner) for value in values)
     if list_as_text or any(isinstance(value, list | dict) for value in values):
         fix = 'Write a plain list of names, or in a text "ana; ben"'
-        if one:
+        if single_owner:
             fix = f"{fix}, and set data.owners: several" if list_as_text else "Set data.owners: several"
         raise DataError(
             f"{table.location(number)} has a list in column {data.unit!r}, where data.unit expects a name: the list would count "

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import yaml
 from cards import (
     EPSILON,
     Json,
@@ -26,7 +27,7 @@ from cards import (
     words,
 )
 
-from dpllm.card import card
+from dpllm.card import card, registry
 from dpllm.card.card import compose
 from dpllm.errors import ConfigError
 from dpllm.privacy.limits import rounded_down
@@ -288,6 +289,17 @@ def test_the_card_says_whether_any_attack_could_contradict_epsilon(above_epsilon
     text = render_card(config(), plan(), record(), audit(epsilon_lower_bound=bound))[0]
     (row,) = (line for line in text.splitlines() if line.startswith("| Audit of the weights"))
     assert words in row
+
+
+def test_the_registry_gets_the_epsilon_of_the_weights_or_nothing() -> None:
+    """A mutant gave it that of the last run, also where the weights contain an earlier one on the same dataset."""
+    statement = privacy_record.read(STATES["same data"].card()[1])
+    loss = yaml.safe_load(registry.entry(statement, config()))["deployment"]["privacy_loss"]
+    assert loss["privacy_parameters"]["epsilon"] == statement.weights_epsilon == 4.01234
+    assert "Of this model and those before it" in loss["privacy_parameters_details"]
+    assert "Its last run alone, given the models before it: ε = 2.998" in loss["privacy_parameters_details"]
+    with pytest.raises(ConfigError, match="no epsilon is stated for both"):
+        registry.entry(privacy_record.read(STATES["not composed"].card()[1]), config())
 
 
 def test_lower_bounds_are_rounded_down() -> None:
